@@ -295,9 +295,8 @@ def test_pool_of_the_alias_is_left_alone(key: str) -> None:
     ):
         grants = [take(backend, f"{key}-{number}") for number in range(3)]
         pids = [session_of(backend, grant).pid for grant in grants]
-        with connections[using].cursor() as cursor:
-            cursor.execute("SELECT pg_backend_pid()")
-            assert cursor.fetchone()[0] not in pids
+        ((pid,),) = ask(using, "SELECT pg_backend_pid()")
+        assert pid not in pids
         connections[using].close()
         assert live(*pids) == set(pids)
         assert backend.release(grants[0]) is True

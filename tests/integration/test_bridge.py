@@ -36,6 +36,7 @@ from tests.contract.locking import eventually
 from tests.contract.redis_clients import single_url
 
 from .bridges import KINDS, STORES, as_before, bridged, numbered, old
+from .databases import ask
 
 TURNS = 15
 
@@ -63,12 +64,10 @@ def is_free(kind: str, key: str) -> bool:
                 return not client.lock(f"old:{key}").locked()
         if kind == "cache":
             return caches["redis"].get(f"old-{key}") is None
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_try_advisory_lock(%s)", [numbered(key)])
-            free: bool = cursor.fetchone()[0]
-            if free:
-                cursor.execute("SELECT pg_advisory_unlock(%s)", [numbered(key)])
-            return free
+        ((free,),) = ask("default", "SELECT pg_try_advisory_lock(%s)", numbered(key))
+        if free:
+            ask("default", "SELECT pg_advisory_unlock(%s)", numbered(key))
+        return bool(free)
 
     return Later(look).result()
 
@@ -86,13 +85,13 @@ def lose(kind: str, key: str) -> None:
     elif kind == "cache":
         caches["redis"].delete(f"old-{key}")
     else:
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "SELECT pg_terminate_backend(pid, 10000) FROM pg_locks"
-                " WHERE locktype = 'advisory' AND objid = %s AND classid = 0 AND granted",
-                [numbered(key)],
-            )
-            assert cursor.fetchall() == [(True,)]
+        ended = ask(
+            "default",
+            "SELECT pg_terminate_backend(pid, 10000) FROM pg_locks"
+            " WHERE locktype = 'advisory' AND objid = %s AND classid = 0 AND granted",
+            numbered(key),
+        )
+        assert ended == [(True,)]
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -144,10 +144,9 @@ def test_tables_of_several_schemas(postgresql: str) -> None:
     """W112 names the schemas of the path that have tables, the one that counts first."""
     migrate(postgresql)
     ask(postgresql, "CREATE SCHEMA attic")
-    database = connections[postgresql].settings_dict["NAME"]
     for path, told in (("attic", None), ("attic,public", "attic, public"), ("public", None)):
         options = {"options": f"-c search_path={path}"}
-        with alias_like("default", NAME=database, OPTIONS=options) as alias:
+        with alias_like(postgresql, OPTIONS=options) as alias:
             if path == "attic":
                 migrate(alias)
             said = found(alias).get("distlock.W112")

@@ -124,9 +124,8 @@ def test_unlogged_table(postgresql: str) -> None:
 def test_fenced_rows_that_a_crash_may_undo(postgresql: str, setting: str) -> None:
     """W108 where models refuse stale fences, and their commits do not wait; locks or not."""
     options = {"options": f"-c synchronous_commit={setting}"}
-    name = connections[postgresql].settings_dict["NAME"]
     with (
-        alias_like("default", NAME=name, OPTIONS=options) as using,
+        alias_like(postgresql, OPTIONS=options) as using,
         override_settings(DATABASE_ROUTERS=[Routed(using, "shop")], DISTLOCK={}),
     ):
         messages = checks.run_checks(tags=[checks.Tags.database], databases=[using])

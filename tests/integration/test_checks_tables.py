@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from django.core import checks
-from django.db import connections
 from django.test import override_settings
 
 from tests.backends import DATABASE
 from tests.contract.aliases import alias_like, locks_on
 
-from .databases import TABLES, migrate
+from .databases import TABLES, ask, migrate
 from .projects import Project
 from .test_checks import found, ids
 
@@ -41,8 +40,7 @@ def test_missing_tables_are_a_warning(postgresql: str) -> None:
 def test_some_tables_missing_are_named(empty: str) -> None:
     """What is there is not reported, nor is another database."""
     migrate(empty)
-    with connections[empty].cursor() as cursor:
-        cursor.execute("DROP TABLE django_distlock_lockevent")
+    ask(empty, "DROP TABLE django_distlock_lockevent")
     with locks_on(empty):
         (message,) = [each for each in found(empty) if each.id == "distlock.W103"]
         assert "distlock.W103" not in ids("default")

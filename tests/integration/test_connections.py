@@ -322,8 +322,7 @@ def test_session_cut_while_idle_is_replaced_unseen(
 def test_session_with_a_notification_is_kept(key: str) -> None:
     """What the server says on the thread's idle session does not end it: the caller listens."""
     with counted() as (using, alias):
-        with connections[using].cursor() as cursor:
-            cursor.execute(f"LISTEN {key}")
+        ask(using, f"LISTEN {key}")
         session = session_of(using)
         ask("default", f"NOTIFY {key}, 'hello'")
         raw = connections[using].connection

@@ -19,7 +19,7 @@ from tests.contract.aliases import DATABASE
 from tests.contract.helpers import take
 from tests.settings import REDIS_BACKEND, REDIS_URL
 
-from .databases import every_statement
+from .databases import ask, every_statement
 from .operating import DEAD, run
 from .projects import Project
 
@@ -120,8 +120,7 @@ def test_large_tables_are_estimated(
         FenceCounter(storage_key=f"distlock:{key}:{number}", key=f"{key}:{number}", fence=number)
         for number in range(1, 2001)
     )
-    with connections[postgresql].cursor() as cursor:
-        cursor.execute("ANALYZE django_distlock_fencecounter")
+    ask(postgresql, "ANALYZE django_distlock_fencecounter")
     monkeypatch.setattr(counting, "COUNTED", 1000)
     monkeypatch.setattr(of_inspection, "MANY_COUNTERS", 1500)
     configured = {"default": {"BACKEND": DATABASE, "OPTIONS": {"using": postgresql}}}
@@ -155,8 +154,7 @@ def test_dead_tuples_and_growth_are_told(postgresql: str, key: str) -> None:
     configured = {"default": {"BACKEND": DATABASE, "OPTIONS": {"using": postgresql}}}
     with override_settings(DISTLOCK=configured):
         fill("default", key)
-        with connections[postgresql].cursor() as cursor:
-            cursor.execute("SELECT pg_stat_force_next_flush()")
+        ask(postgresql, "SELECT pg_stat_force_next_flush()")
         connections[postgresql].close()
         tables = {each["name"]: each for each in stats("default")["sizes"]["tables"]}
         text = run("distlock_stats").out

@@ -21,7 +21,7 @@ from tests.contract.helpers import Later
 from tests.contract.locking import Heard
 from tests.shop.models import Account, Savings
 
-from .databases import here
+from .databases import ask, here
 from .fenced_rows import accounts, in_transaction, without_rows
 
 #: Where the locks are, and where the rows.
@@ -183,9 +183,7 @@ def test_transaction_that_is_managed_by_hand_does_not_hold_the_key(key: str) -> 
     transaction.set_autocommit(False)
     try:
         rows.fenced(lease).create(name=key)
-        with connections["default"].cursor() as cursor:
-            cursor.execute("SHOW idle_in_transaction_session_timeout")
-            assert cursor.fetchone()[0] == "0"
+        assert ask("default", "SHOW idle_in_transaction_session_timeout") == [("0",)]
         Later(granted, "postgres", key).result()
     finally:
         transaction.rollback()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from django.db import DatabaseError, IntegrityError, connections, transaction
+from django.db import DatabaseError, IntegrityError, transaction
 from django.db.models import Exists, F, OuterRef, Window
 from django.db.models.functions import RowNumber
 
@@ -16,6 +16,7 @@ from tests.contract.aliases import locks_on
 from tests.contract.helpers import Later
 from tests.shop.models import Account, Deep, Named, Savings, SubVault
 
+from .databases import ask
 from .fenced_rows import NEW, OLD, account, accounts, raised_elsewhere, stored
 
 
@@ -222,7 +223,5 @@ def test_guard_of_a_long_lease(key: str) -> None:
         locks_on("default", MAX_TTL=ttl) as alias,
         distlock(key, backend=alias, ttl=ttl) as lease,
         lease.atomic(),
-        connections["default"].cursor() as cursor,
     ):
-        cursor.execute("SHOW idle_in_transaction_session_timeout")
-        assert cursor.fetchone()[0] != "0"
+        assert ask("default", "SHOW idle_in_transaction_session_timeout") != [("0",)]

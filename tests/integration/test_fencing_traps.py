@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, transaction
 
 from django_distlock import FenceRejected, LockLost, LockUsageError, distlock
 from django_distlock.fencing import Fence
@@ -16,6 +16,7 @@ from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later
 from tests.shop.models import Account, Folder, Row, Vault
 
+from .databases import ask
 from .fenced_rows import NEW, OLD, account, accounts, raised_elsewhere, stored, without_rows
 
 ONE = Fence("tenant:1", 5)
@@ -186,11 +187,10 @@ def test_refused_guard_leaves_the_callers_bound(key: str) -> None:
     """The caller's `lock_timeout` is its own again, whatever the guard has found."""
     lease = distlock(key, backend="postgres").acquire()
     Later(lock_backends["postgres"].force_release, key).result()
-    with transaction.atomic(), connections["default"].cursor() as cursor:
+    with transaction.atomic():
         with pytest.raises(LockLost):
             lease.guard()
-        cursor.execute("SHOW lock_timeout")
-        assert cursor.fetchone()[0] == "0"
+        assert ask("default", "SHOW lock_timeout") == [("0",)]
 
 
 @pytest.mark.parametrize("mode", ["", "ANSI_QUOTES,STRICT_TRANS_TABLES"])

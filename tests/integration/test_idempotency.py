@@ -21,7 +21,7 @@ import rest_framework.response
 import rest_framework.views
 from django.contrib.auth.models import AnonymousUser, User
 from django.core.files.uploadedfile import SimpleUploadedFile
-from django.db import IntegrityError, connection, connections, transaction
+from django.db import IntegrityError, connections, transaction
 from django.http import (
     HttpRequest,
     HttpResponse,
@@ -50,7 +50,7 @@ from tests.contract.locking import eventually, rolled_back
 from tests.processes import spawn
 from tests.shop.models import Row
 
-from .databases import Routed, migrate
+from .databases import Routed, ask, migrate
 from .operating import run
 from .projects import importable
 
@@ -529,12 +529,12 @@ def test_repeats_that_deadlock_are_told_to_come_again(
     begun, fails = threading.Event(), [True]
 
     def waiting() -> int:
-        with connections[store].cursor() as cursor:
-            cursor.execute(
-                "SELECT COUNT(*) FROM information_schema.processlist WHERE db = DATABASE()"
-                " AND id <> CONNECTION_ID() AND info LIKE '%INSERT%'"
-            )
-            return int(cursor.fetchone()[0])
+        ((many,),) = ask(
+            store,
+            "SELECT COUNT(*) FROM information_schema.processlist WHERE db = DATABASE()"
+            " AND id <> CONNECTION_ID() AND info LIKE '%INSERT%'",
+        )
+        return int(many)
 
     @idempotent()
     def view(request: HttpRequest) -> HttpResponse:
@@ -567,12 +567,11 @@ def test_repeat_that_is_overtaken_is_told_to_come_again(
     view = idempotent()(slow.__call__)
 
     def waits() -> bool:
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "SELECT 1 FROM pg_stat_activity WHERE datname = current_database()"
-                " AND wait_event_type = 'Lock'"
-            )
-            return cursor.fetchone() is not None
+        asked = (
+            "SELECT 1 FROM pg_stat_activity WHERE datname = current_database()"
+            " AND wait_event_type = 'Lock'"
+        )
+        return bool(ask("default", asked))
 
     with alias_like("default", OPTIONS={"isolation_level": level}) as using, kept_in(using):
         if expired:
@@ -614,11 +613,9 @@ def test_refused_request_leaves_the_transaction_around_it_as_it_was() -> None:
     assert slow.begun.wait(10)
     with transaction.atomic():
         Row.objects.create(name="beside")
-        with connection.cursor() as cursor:
-            cursor.execute("SET LOCAL lock_timeout = '7s'")
-            assert view(request()).status_code == 409
-            cursor.execute("SHOW lock_timeout")
-            assert cursor.fetchone() == ("7s",)
+        ask("default", "SET LOCAL lock_timeout = '7s'")
+        assert view(request()).status_code == 409
+        assert ask("default", "SHOW lock_timeout") == [("7s",)]
     slow.end.set()
     first.result()
     assert Row.objects.filter(name="beside").exists()
@@ -629,9 +626,7 @@ def test_view_has_its_own_bound_on_waits() -> None:
 
     @idempotent()
     def view(request: HttpRequest) -> HttpResponse:
-        with connection.cursor() as cursor:
-            cursor.execute("SHOW lock_timeout")
-            return HttpResponse(cursor.fetchone()[0])
+        return HttpResponse(ask("default", "SHOW lock_timeout")[0][0])
 
     assert view(request()).content == b"0"
 

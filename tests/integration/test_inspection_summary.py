@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from django.conf import settings
-from django.db import connections
 from django.test import override_settings
 
 from django_distlock import BackendUnavailable, InvalidArgument, lock_backends
@@ -21,7 +20,7 @@ from tests.contract.aliases import DATABASE
 from tests.contract.helpers import take
 from tests.contract.locking import eventually
 
-from .databases import migrate, statements_on
+from .databases import ask, migrate, statements_on
 from .operating import DEAD
 
 #: Of how many keys are held in `fill`.
@@ -161,8 +160,7 @@ def test_large_tables_are_estimated(
     with override_settings(DISTLOCK=configured):
         for number in range(200):
             take(lock_backends["default"], f"{key}:{number}", 600)
-        with connections[postgresql].cursor() as cursor:
-            cursor.execute("ANALYZE django_distlock_heldlock")
+        ask(postgresql, "ANALYZE django_distlock_heldlock")
         monkeypatch.setattr(counting, "COUNTED", 100)
         with statements_on(postgresql) as queries:
             found = summary()

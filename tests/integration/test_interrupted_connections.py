@@ -23,13 +23,15 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.database import borrowing
 from django_distlock.handler import lock_backends
-from tests.contract.aliases import counted_alias, locks_on, sessions
+from tests.contract.aliases import counted_alias, sessions
 from tests.contract.helpers import Later
 from tests.contract.interrupting import TimeIsUp, alarms
 from tests.contract.locking import eventually
 from tests.interrupting import interrupt_after, interrupt_at
-from tests.services import NO_MARIADB
 from tests.shop.models import Row
+
+from .databases import here
+from .test_connections import PATHS, counted
 
 #: Which connection a statement runs on.
 MODULES = (
@@ -37,23 +39,14 @@ MODULES = (
     "django_distlock.database.borrowing",
     "django_distlock.database.connections",
 )
-#: By what they are called here: an alias, and whether functions are called.
-PATHS = {
-    "functions": ("default", True), "orm": ("default", False),
-    "mariadb": ("mariadb", False), "blocks": ("mariadb", True),
-}  # fmt: skip
 
 
 @contextmanager
 def store(path: str) -> Iterator[tuple[str, BaseLockBackend]]:
     """Give the alias of a database whose sessions can be counted, and locks with two places."""
-    like, server_functions = PATHS[path]
-    if like not in connections.settings:
-        pytest.skip(NO_MARIADB)
-    with counted_alias(like) as using:
-        options = {"using": using, "server_functions": server_functions}
-        with locks_on(using, OPTIONS=options, LOCK_CONNECTIONS=2) as alias:
-            yield using, lock_backends[alias]
+    here(PATHS[path][0])
+    with counted(path, LOCK_CONNECTIONS=2) as (using, alias):
+        yield using, lock_backends[alias]
 
 
 def attempt(backend: BaseLockBackend, key: str) -> None:

@@ -421,8 +421,7 @@ def test_functions_follow_the_schema_of_the_tables(postgresql: str, schema: str)
     migrate(postgresql)
     ask(postgresql, f'CREATE SCHEMA "{schema}"')
     options = {"options": f'-c search_path="{schema}"'}
-    name = connections[postgresql].settings_dict["NAME"]
-    with alias_like("default", NAME=name, OPTIONS=options) as tenant:
+    with alias_like(postgresql, OPTIONS=options) as tenant:
         migrate(tenant)
         assert lock_and_release(tenant) == 1
         assert lock_and_release(postgresql) == 1
@@ -434,8 +433,7 @@ def test_functions_follow_the_schema_of_the_tables(postgresql: str, schema: str)
 
 def test_migrate_binds_its_arguments_on_the_server(postgresql: str) -> None:
     """With `server_side_binding`, too, what is there is found, and what is missing is installed."""
-    name = connections[postgresql].settings_dict["NAME"]
-    with alias_like("default", NAME=name, OPTIONS={"server_side_binding": True}) as bound:
+    with alias_like(postgresql, OPTIONS={"server_side_binding": True}) as bound:
         migrate(bound)
         ask(bound, "DROP FUNCTION django_distlock_heldlock_acquire_v3")
         migrate(bound)

@@ -124,9 +124,8 @@ def stranger(store: DatabaseStore) -> MariaDB:
 @contextmanager
 def default_engine(using: str, engine: str) -> Iterator[str]:
     """Give an alias of the same database where tables get another engine by default."""
-    name = connections[using].settings_dict["NAME"]
     chosen = {"init_command": f"SET default_storage_engine = '{engine}'"}
-    with alias_like("mariadb", NAME=name, OPTIONS=chosen) as alias:
+    with alias_like(using, OPTIONS=chosen) as alias:
         ask(alias, "CREATE TABLE other (id integer)")
         assert engines(alias)["other"] == engine
         yield alias
@@ -458,8 +457,7 @@ def test_isolation_of_the_alias_is_no_obstacle(
     shared: str, key: str, settings: dict[str, str | None], where: str
 ) -> None:
     """Whatever isolation the project has chosen, locks protect, and the session keeps it."""
-    name = connections[shared].settings_dict["NAME"]
-    with alias_like(shared, NAME=name, OPTIONS=settings) as alias, locks_on(alias) as locks:
+    with alias_like(shared, OPTIONS=settings) as alias, locks_on(alias) as locks:
         level = ask(alias, "SELECT @@tx_isolation")
         assert level != [("READ-COMMITTED",)]
         exclude_each_other(alias, locks, key, where)
@@ -472,13 +470,12 @@ def test_isolation_of_the_alias_is_no_obstacle(
 @contextmanager
 def session_of_its_own(shared: str) -> Iterator[str]:
     """Give an alias whose session has settings of its own for all that locks have to do with."""
-    name = connections[shared].settings_dict["NAME"]
     changed = (
         "SET SESSION innodb_lock_wait_timeout = 37, lock_wait_timeout = 4711,"
         " max_statement_time = 77.5, time_zone = '+05:30', sql_mode = 'STRICT_ALL_TABLES'"
     )
     options = {**REPEATABLE_READ, "init_command": changed}
-    with alias_like(shared, NAME=name, OPTIONS=options) as alias:
+    with alias_like(shared, OPTIONS=options) as alias:
         yield alias
 
 
@@ -557,10 +554,9 @@ def test_clock_is_the_same_in_every_time_zone(shared: str, key: str) -> None:
 @pytest.mark.parametrize(("level", "warned"), [("repeatable read", 1), ("read committed", 0)])
 def test_lock_inside_a_snapshot_warns(shared: str, key: str, level: str, warned: int) -> None:
     """What the caller reads may be older than the lock, as on PostgreSQL: that is said."""
-    name = connections[shared].settings_dict["NAME"]
     options = {"isolation_level": level}
     with (
-        alias_like(shared, NAME=name, OPTIONS=options) as alias,
+        alias_like(shared, OPTIONS=options) as alias,
         locks_on(alias) as locks,
         warnings.catch_warnings(record=True) as caught,
     ):
@@ -572,11 +568,10 @@ def test_lock_inside_a_snapshot_warns(shared: str, key: str, level: str, warned:
 
 def test_servers_own_isolation_is_asked_for(shared: str, key: str) -> None:
     """Where Django leaves it to a server that does not read from snapshots, nothing is refused."""
-    name = connections[shared].settings_dict["NAME"]
     first = "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED"
     options = {"isolation_level": None, "init_command": first}
     with (
-        alias_like(shared, NAME=name, OPTIONS=options) as alias,
+        alias_like(shared, OPTIONS=options) as alias,
         locks_on(alias) as locks,
         transaction.atomic(using=alias),
     ):
