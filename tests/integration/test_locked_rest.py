@@ -26,6 +26,7 @@ from django_distlock.models import FenceCounter
 from django_distlock.testing import lose_connection
 from django_distlock.views import LockedViewMixin, locked_view
 from tests.contract.helpers import PATIENCE, Later
+from tests.contract.locking import held_elsewhere
 from tests.processes import spawn
 
 
@@ -174,9 +175,8 @@ def _project(settings: Any) -> None:
 @pytest.fixture
 def taken(key: str) -> Iterator[str]:
     """Hold the key of a view."""
-    lease = Later(distlock(f"view:{key}", ttl=30).acquire).result()
-    yield key
-    Later(lease.release).result()
+    with held_elsewhere(distlock(f"view:{key}", ttl=30)):
+        yield key
 
 
 def ask(method: str, address: str, **headers: str) -> Any:
@@ -245,9 +245,8 @@ def test_asynchronous_methods(key: str) -> None:
         return async_to_sync(AsyncClient().put)(f"/async/{key}/")
 
     assert send().content == b"True"
-    lease = Later(distlock(f"view:{key}", ttl=30).acquire).result()
-    assert send().status_code == 409
-    Later(lease.release).result()
+    with held_elsewhere(distlock(f"view:{key}", ttl=30)):
+        assert send().status_code == 409
 
 
 @pytest.mark.parametrize(("method", "address"), REQUESTS[:4])

@@ -41,7 +41,7 @@ from django_distlock.signals import lock_bypassed
 from django_distlock.testing import lose_connection
 from django_distlock.views import LockedViewMixin, locked_view
 from tests.contract.helpers import Later, held
-from tests.contract.locking import Heard, eventually
+from tests.contract.locking import Heard, eventually, held_elsewhere
 from tests.shop.models import Row
 
 from .projects import importable
@@ -56,40 +56,22 @@ def said() -> HttpResponse:
     return HttpResponse(f"held={bool(lease and lease.held)} blocks={blocks}")
 
 
-@locked_view("view:{key}", wait=0)
-def plain(request: HttpRequest, key: str) -> HttpResponse:
+def body(request: HttpRequest, key: str) -> HttpResponse:
     """Be a view."""
     return said()
 
 
-@locked_view("view:{key}", wait=0, status=423)
-def locked(request: HttpRequest, key: str) -> HttpResponse:
-    """Answer with the other status."""
+async def abody(request: HttpRequest, key: str) -> HttpResponse:
+    """Be an asynchronous one."""
     return said()
 
 
-@locked_view("view:{key}", wait=0, permits=lambda request, key: 2)
-def limited(request: HttpRequest, key: str) -> HttpResponse:
-    """Answer two at a time."""
-    return said()
+def locked(view: Callable[..., Any] = body, **options: Any) -> Any:
+    """Lock a view by what its URL captures."""
+    return locked_view("view:{key}", **{"wait": 0, **options})(view)
 
 
-@locked_view("view:{key}", wait=0, on_conflict="raise")
-def raising(request: HttpRequest, key: str) -> HttpResponse:
-    """Leave the conflict to others."""
-    return said()
-
-
-@locked_view("view:{key}", wait=0, on_conflict="run", on_unavailable="run")
-def running(request: HttpRequest, key: str) -> HttpResponse:
-    """Go on without."""
-    return said()
-
-
-@locked_view("view:{key}", wait=0, on_unavailable="skip")
-def away(request: HttpRequest, key: str) -> HttpResponse:
-    """Answer that the store is away."""
-    return said()
+plain, asynchronous = locked(), locked(abody)
 
 
 def teapot(request: HttpRequest, error: Exception) -> HttpResponseBase:
@@ -97,13 +79,6 @@ def teapot(request: HttpRequest, error: Exception) -> HttpResponseBase:
     return HttpResponse(f"{type(error).__name__}", headers={"Retry-After": "99"})
 
 
-@locked_view(lambda request, key: f"view:{key}", wait=0, refusal=teapot)
-def own(request: HttpRequest, key: str) -> HttpResponse:
-    """Take a key that a function makes."""
-    return said()
-
-
-@locked_view("view:{key}", wait=0)
 def writing(request: HttpRequest, key: str) -> HttpResponse:
     """Write, and look whether others see it."""
     Row.objects.create(name=key)
@@ -130,19 +105,6 @@ def plainly(view: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-@locked_view("view:{key}", wait=0)
-async def asynchronous(request: HttpRequest, key: str) -> HttpResponse:
-    """Be an asynchronous view."""
-    return HttpResponse(f"held={(lease := current_lease()) is not None and lease.held}")
-
-
-@locked_view("view:{key}", wait=0, on_unavailable="run")
-async def going_on(request: HttpRequest, key: str) -> HttpResponse:
-    """Go on without, asynchronously."""
-    return HttpResponse(f"held={current_lease() is not None}")
-
-
-@locked_view("view:{key}", wait=0)
 def inner(request: HttpRequest, key: str) -> HttpResponse:
     """Meet a conflict of one's own."""
     distlock(f"{key}:inner", wait=0).acquire()
@@ -160,39 +122,23 @@ class Class(LockedViewMixin, View):
         return said()
 
 
-class AsyncClass(LockedViewMixin, View):
+class AsyncClass(Class):
     """The same, asynchronous."""
 
-    lock_key = "view:{key}"
-    lock_options = {"wait": 0}
-
-    async def get(self, request: HttpRequest, key: str) -> HttpResponse:
+    async def get(self, request: HttpRequest, key: str) -> HttpResponse:  # type: ignore[override]
         """Answer."""
-        return HttpResponse(f"held={(lease := current_lease()) is not None and lease.held}")
+        return said()
 
 
-def metadata(key: str) -> HttpResponse:
+def metadata(request: HttpRequest, key: str, rest: str = "") -> HttpResponse:
     """Say what the store keeps beside the holder."""
     record = Later(held, lock_backends["default"], f"view:{key}").result()
     return JsonResponse(record.holder.metadata)
 
 
-@locked_view("view:{key}", metadata={"reason": "test"})
-def kept(request: HttpRequest, key: str, rest: str = "") -> HttpResponse:
-    """Be a view whose lock is looked at."""
-    return metadata(key)
-
-
-@locked_view("view:{key}", metadata={"reason": "test"})
-async def async_kept(request: HttpRequest, key: str) -> HttpResponse:
-    """The same, asynchronous."""
-    return metadata(key)
-
-
-@locked_view("view:{key}", metadata={"request": "password reset"})
-def quiet(request: HttpRequest, key: str) -> HttpResponse:
-    """Say something else of the request."""
-    return metadata(key)
+async def ametadata(request: HttpRequest, key: str) -> HttpResponse:
+    """Say so, asynchronously."""
+    return metadata(request, key)
 
 
 class Kept(LockedViewMixin, View):
@@ -203,7 +149,7 @@ class Kept(LockedViewMixin, View):
 
     def get(self, request: HttpRequest, key: str) -> HttpResponse:
         """Answer."""
-        return metadata(key)
+        return metadata(request, key)
 
     post = get
 
@@ -213,58 +159,40 @@ class AsyncKept(Kept):
 
     async def get(self, request: HttpRequest, key: str) -> HttpResponse:  # type: ignore[override]
         """Answer."""
-        return metadata(key)
+        return metadata(request, key)
 
     post = get  # type: ignore[assignment]
 
 
-@transaction.non_atomic_requests
-@locked_view("view:{key}", wait=0)
-def marked_above(request: HttpRequest, key: str) -> HttpResponse:
-    """Be marked above the lock."""
-    return said()
-
-
-@locked_view(lambda request, key: None, wait=0)  # type: ignore[arg-type, return-value]
-def keyless(request: HttpRequest, key: str) -> HttpResponse:
-    """Have a function that makes no key."""
-    return said()
-
-
-class Misspelt(LockedViewMixin, View):
-    """A view whose URL does not capture what its key names."""
-
-    lock_key = "view:{kay}"
-
-    def get(self, request: HttpRequest, key: str) -> HttpResponse:
-        """Answer."""
-        return said()
-
-
+#: What is kept beside the holder, by the view itself.
+REASON = {"metadata": {"reason": "test"}}
+VIEWS: dict[str, Any] = {
+    "plain": plain,
+    "async": asynchronous,
+    "class": Class.as_view(),
+    "async-class": AsyncClass.as_view(),
+    "locked": locked(status=423),
+    "limited": locked(permits=lambda request, key: 2),
+    "raising": locked(on_conflict="raise"),
+    "running": locked(on_conflict="run", on_unavailable="run"),
+    "going-on": locked(abody, on_unavailable="run"),
+    "away": locked(on_unavailable="skip"),
+    "own": locked_view(lambda request, key: f"view:{key}", wait=0, refusal=teapot)(body),
+    "writing": locked(writing),
+    "inner": locked(inner),
+    "unwrapped": locked(unwrapped),
+    "marked-above": transaction.non_atomic_requests(locked()),
+    "keyless": locked_view(lambda request, key: None, wait=0)(body),  # type: ignore[arg-type, return-value]
+    "misspelt": type("Misspelt", (Class,), {"lock_key": "view:{kay}"}).as_view(),  # type: ignore[attr-defined]
+    "kept": locked(metadata, **REASON),
+    "async-kept": locked(ametadata, **REASON),
+    "kept-class": Kept.as_view(),
+    "async-kept-class": AsyncKept.as_view(),
+    "quiet": locked(metadata, metadata={"request": "password reset"}),
+}
 urlpatterns = [
-    path("marked-above/<key>/", marked_above),
-    path("keyless/<key>/", keyless),
-    path("misspelt/<key>/", Misspelt.as_view()),
-    path("plain/<key>/", plain),
-    path("locked/<key>/", locked),
-    path("limited/<key>/", limited),
-    path("raising/<key>/", raising),
-    path("running/<key>/", running),
-    path("away/<key>/", away),
-    path("own/<key>/", own),
-    path("writing/<key>/", writing),
-    path("unwrapped/<key>/", locked_view("view:{key}", wait=0)(unwrapped)),
-    path("async/<key>/", asynchronous),
-    path("going-on/<key>/", going_on),
-    path("inner/<key>/", inner),
-    path("class/<key>/", Class.as_view()),
-    path("async-class/<key>/", AsyncClass.as_view()),
-    path("kept/<key>/", kept),
-    path("kept/<key>/<rest>/", kept),
-    path("async-kept/<key>/", async_kept),
-    path("kept-class/<key>/", Kept.as_view()),
-    path("async-kept-class/<key>/", AsyncKept.as_view()),
-    path("quiet/<key>/", quiet),
+    *(path(f"{name}/<key>/", view) for name, view in VIEWS.items()),
+    path("kept/<key>/<rest>/", VIEWS["kept"]),
 ]
 
 SYNC = ("plain", "class")
@@ -281,9 +209,8 @@ def _project(settings: Any) -> None:
 @pytest.fixture
 def taken(key: str) -> Iterator[str]:
     """Hold the key of a view."""
-    lease = Later(distlock(f"view:{key}", ttl=30).acquire).result()
-    yield key
-    Later(lease.release).result()
+    with held_elsewhere(distlock(f"view:{key}", ttl=30)):
+        yield key
 
 
 def get(address: str, **headers: str) -> Any:
@@ -403,14 +330,12 @@ def test_when_to_come_back(held_for: float | None, expires_in: float | None, aga
 def test_too_many_requests(key: str) -> None:
     """Where as many run as `permits` lets, with `Retry-After`; below that they run."""
     lock = distlock(f"view:{key}", ttl=30, permits=2)
-    leases = [Later(lock.acquire).result()]
-    assert get(f"/limited/{key}/").content[:9] == b"held=True"
-    leases.append(Later(lock.acquire).result())
-    response = get(f"/limited/{key}/")
+    with held_elsewhere(lock):
+        assert get(f"/limited/{key}/").content[:9] == b"held=True"
+        with held_elsewhere(lock):
+            response = get(f"/limited/{key}/")
     assert response.status_code == 429
     assert 1 <= int(response.headers["Retry-After"]) <= 31
-    for each in leases:
-        Later(each.release).result()
 
 
 def test_answers_of_the_project(taken: str, tmp_path: Path) -> None:
@@ -455,18 +380,15 @@ def test_asynchronous_view_of_a_user_whom_nobody_has_loaded(key: str, tmp_path: 
     options = {"context_processors": ["django.template.context_processors.request"]}
     with override_settings(TEMPLATES=[{**TEMPLATES[0], "DIRS": [tmp_path], "OPTIONS": options}]):
         assert answer().content[:9] == b"held=True"
-        lease = Later(distlock(f"view:{key}").acquire).result()
-        assert answer().content.decode() == f"wait, {key}"
-    Later(lease.release).result()
+        with held_elsewhere(distlock(f"view:{key}")):
+            assert answer().content.decode() == f"wait, {key}"
     user.delete()
 
 
 def test_conflict_of_the_views_own_is_not_answered(key: str) -> None:
     """What the view runs into itself is no conflict about the view."""
-    lease = Later(distlock(f"{key}:inner").acquire).result()
-    with pytest.raises(LockNotAcquired):
+    with held_elsewhere(distlock(f"{key}:inner")), pytest.raises(LockNotAcquired):
         get(f"/inner/{key}/")
-    Later(lease.release).result()
 
 
 @pytest.mark.parametrize("view", ["away", "running", "going-on", "plain"])
@@ -507,7 +429,7 @@ def test_two_locks_around_a_view(key: str) -> None:
     twice = locked_view("outer:{key}", wait=0)(plain)
     answer = twice(RequestFactory().get("/"), key=key)
     assert answer.content == b"held=True blocks=1"
-    assert "default" in twice._non_atomic_requests  # type: ignore[attr-defined]
+    assert "default" in twice._non_atomic_requests
 
 
 @pytest.mark.usefixtures("atomic_requests")
@@ -622,9 +544,9 @@ def test_what_is_no_view(key: str) -> None:
         locked_view("view")(View)
     with pytest.raises(LockUsageError, match="generator"):
         locked_view("view")(generator)
-    with pytest.raises(LockUsageError, match="asynchronous returns a coroutine"):
+    with pytest.raises(LockUsageError, match="abody returns a coroutine"):
         locked_view("view")(plainly(asynchronous))
-    bare: Any = locked_view(plain)  # type: ignore[arg-type]
+    bare: Any = locked_view(plain)
     with pytest.raises(InvalidArgument, match="needs a key"):
         bare(RequestFactory().get("/"), key=key)
     with pytest.raises(InvalidArgument, match="pk"):
