@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -16,10 +17,10 @@ from django_distlock.models import HeldLock
 
 from .acting import OVER, Stage
 from .brokers import Broker, rabbitmq_broker, redis_broker
-from .crews import Crew
+from .crews import Crew, Hire
 from .project import create
 from .tasks import STORES
-from .workers import Worker, start_worker, wait_until_ready
+from .workers import Worker, start_worker, wait_until_ready, working
 
 #: How many tasks a worker that tests share runs at once.
 SLOTS = 4
@@ -157,6 +158,20 @@ def on_each_store(fleet: Fleet, app: Celery, home: Path, key: str) -> Iterator[l
 def gevent(fleet: Fleet, app: Celery, stage: Stage, store: str) -> Crew:
     """Give a worker whose tasks run in greenlets."""
     return Crew(worker=fleet.worker("gevent"), app=app, stage=stage, store=store)
+
+
+@pytest.fixture
+def hire(home: Path, broker: Broker, app: Celery, stage: Stage, store: str) -> Hire:
+    """Give a way to run a worker that the test has for itself, behind any broker."""
+
+    @contextmanager
+    def hired(behind: Broker = broker, **options: Any) -> Iterator[Crew]:
+        with ExitStack() as stack:
+            sends = app if behind is broker else stack.enter_context(client_of(behind))
+            worker = stack.enter_context(working(home, behind, **options))
+            yield Crew(worker=worker, app=sends, stage=stage, store=store)
+
+    return hired
 
 
 @pytest.fixture

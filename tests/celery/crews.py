@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,5 +95,7 @@ class Crew:
             time.sleep(0.03)
 
 
+#: Runs a worker that a test has for itself while a block lasts: see `conftest.hire`.
+Hire = Callable[..., AbstractContextManager[Crew]]
 #: States that stay.
 ENDS = {"SUCCESS", "FAILURE", "REVOKED", "IGNORED", "REJECTED"}

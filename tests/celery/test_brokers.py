@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from .brokers import Broker, folders_broker
-from .conftest import Fleet, client_of
-from .crews import Crew
-from .workers import working
+from .conftest import Fleet
+from .crews import Crew, Hire
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
@@ -36,13 +35,10 @@ def test_without_a_lock_tasks_run_side_by_side(prefork: Crew) -> None:
 
 
 @pytest.mark.parametrize("store", ["default"])
-def test_folders_carry_locked_tasks(
-    home: Path, tmp_path: Path, broker: Broker, crew_of: Callable[..., Crew], store: str
-) -> None:
+def test_folders_carry_locked_tasks(tmp_path: Path, broker: Broker, hire: Hire) -> None:
     """A broker of files, and a worker that runs tasks in its main process."""
     folders = folders_broker(tmp_path, broker.results)
-    with client_of(folders) as app, working(home, folders, pool="solo") as worker:
-        crew = crew_of(worker, app)
+    with hire(folders, pool="solo") as crew:
         sent = [crew.send("early", "wait go")]
         crew.begun()
         # Not before: files come in no order.
@@ -55,12 +51,9 @@ def test_folders_carry_locked_tasks(
         assert not crew.is_taken()
 
 
-def test_rabbitmq_carries_locked_tasks(
-    home: Path, rabbitmq: Broker, crew_of: Callable[..., Crew], store: str
-) -> None:
+def test_rabbitmq_carries_locked_tasks(rabbitmq: Broker, hire: Hire) -> None:
     """Tasks of one key, of which each is queued again until it may run."""
-    with client_of(rabbitmq) as app, working(home, rabbitmq, slots=3) as worker:
-        crew = crew_of(worker, app)
+    with hire(rabbitmq, slots=3) as crew:
         sent = [crew.send("late", "sleep 0.1") for _ in range(5)]
         assert [crew.outcome(each) for each in sent] == ["SUCCESS"] * 5
         assert len(crew.stage.told("ended")) == 5

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +25,8 @@ from tests.processes import spawn
 from tests.services import free_port
 
 from .brokers import Broker
-from .crews import Crew
+from .crews import Crew, Hire
 from .project import create
-from .workers import working
 
 HERE = "tests.celery.test_debounce"
 #: Seconds behind the last call, in these tests.
@@ -310,15 +308,12 @@ def test_arguments_travel_with_the_message(prefork: Crew) -> None:
 @pytest.mark.parametrize(
     ("name", "how"), [("last_pickled", {}), ("last", {"serializer": "pickle"})]
 )
-def test_arguments_may_be_pickled(
-    home: Path, broker: Broker, crew_of: Callable[..., Crew], store: str, name: str, how: Any
-) -> None:
+def test_arguments_may_be_pickled(hire: Hire, name: str, how: Any) -> None:
     """Also where a call meets a run, and goes back to the queue."""
     settings = {"accept_content": ["json", "pickle"]}
     # Celery wants to be asked twice; nobody else sends to this broker.
     environment = {"C_FORCE_ROOT": "1"}
-    with working(home, broker, slots=2, settings=settings, environment=environment) as worker:
-        crew = crew_of(worker)
+    with hire(slots=2, settings=settings, environment=environment) as crew:
         first = say(crew, "first", "wait go", name=name)
         crew.begun()
         last = crew.task(name).apply_async((crew.key, {"tell say last"}), **crew.to(**how))

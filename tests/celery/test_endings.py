@@ -15,9 +15,9 @@ from tests.contract.locking import eventually
 
 from .brokers import Broker
 from .conftest import Fleet
-from .crews import Crew
+from .crews import Crew, Hire
 from .tasks import SHORT
-from .workers import start_worker, wait_until_ready, working
+from .workers import start_worker, wait_until_ready
 
 
 # A worker begins with a look at all databases.
@@ -156,19 +156,16 @@ def test_hold(prefork: Crew, name: str) -> None:
     assert datetime.now(UTC) - granted_at >= timedelta(seconds=SHORT)
 
 
-def test_c15_warm_shutdown_waits_under_the_lock(
-    home: Path, broker: Broker, crew_of: Callable[..., Crew]
-) -> None:
+def test_c15_warm_shutdown_waits_under_the_lock(hire: Hire) -> None:
     """A worker that ends in peace renews the lease of the task that it waits for."""
-    with working(home, broker) as worker:
-        crew = crew_of(worker)
+    with hire() as crew:
         result = crew.send("short", "wait go", "check")
         crew.begun()
-        worker.signal("TERM")
+        crew.worker.signal("TERM")
         # Longer than it would live without its heartbeat.
         assert crew.stays_taken(SHORT + 2.5)
         crew.stage.open("go")
-        worker.wait()
+        crew.worker.wait()
         assert crew.stage.told("held")
         assert result.state == "SUCCESS"
         crew.becomes_free()
@@ -176,25 +173,24 @@ def test_c15_warm_shutdown_waits_under_the_lock(
 
 @pytest.mark.parametrize("patience", [0, 5], ids=["cold", "soft"])
 def test_c15_shutdown_that_waits_for_nobody(
-    home: Path, broker: Broker, crew_of: Callable[..., Crew], patience: int
+    home: Path, broker: Broker, hire: Hire, patience: int
 ) -> None:
     """A worker that is told to end at once leaves the key to the next one, and the task too.
 
     With a soft shutdown, it is not ended before its time.
     """
     settings = {"worker_soft_shutdown_timeout": patience}
-    with working(home, broker, settings=settings) as worker:
-        crew = crew_of(worker)
+    with hire(settings=settings) as crew:
         result = crew.send("late", "wait go")
         crew.begun()
-        worker.signal("QUIT")
+        crew.worker.signal("QUIT")
         if patience:
             assert crew.stays_taken(1)
-        successor = start_worker(home, broker, queue=worker.queue)
+        successor = start_worker(home, broker, queue=crew.worker.queue)
         try:
             assert eventually(lambda: not crew.is_taken() or len(crew.stage.told("began")) > 1, 20)
             # The first run has ended by then.
-            worker.wait()
+            crew.worker.wait()
             wait_until_ready(home, successor)
             crew.begun(2)
             assert crew.is_taken()

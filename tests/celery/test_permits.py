@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.contract.locking import eventually
 
-from .brokers import Broker
-from .crews import Crew
-from .workers import working
+from .crews import Hire
 
 both_stores = pytest.mark.parametrize("store", ["default", "redis"])
 
 
 @both_stores
-def test_no_more_than_the_permits_run(
-    home: Path, broker: Broker, crew_of: Callable[..., Crew]
-) -> None:
+def test_no_more_than_the_permits_run(hire: Hire) -> None:
     """What finds all permits taken goes back to the queue, and runs behind one of them."""
-    with working(home, broker, slots=3) as mine:
-        crew = crew_of(mine)
+    with hire(slots=3) as crew:
         results = [crew.send("permit", "wait go") for _ in range(3)]
         crew.begun(2)
         assert not eventually(lambda: len(crew.stage.told("began")) > 2, 2.0)
@@ -35,12 +28,9 @@ def test_no_more_than_the_permits_run(
 
 
 @both_stores
-def test_permit_of_a_killed_child_comes_back(
-    home: Path, broker: Broker, crew_of: Callable[..., Crew]
-) -> None:
+def test_permit_of_a_killed_child_comes_back(hire: Hire) -> None:
     """Behind its ttl; and its task, which is delivered again, takes one of the permits."""
-    with working(home, broker, slots=3) as mine:
-        crew = crew_of(mine)
+    with hire(slots=3) as crew:
         results = [crew.send("permit_late", "wait go") for _ in range(2)]
         child = crew.begun(2)["pid"]
         os.kill(child, signal.SIGKILL)

@@ -14,7 +14,7 @@ from django_distlock.core.keys import own_key
 
 from .brokers import SECONDS_UNTIL_REDELIVERY, Broker, redis_broker
 from .conftest import client_of
-from .crews import Crew
+from .crews import Crew, Hire
 from .workers import Worker, working
 
 #: Seconds in which a message that is not acknowledged has come again for certain.
@@ -114,29 +114,28 @@ def test_replacement_behind_a_retry_runs(
 
 @pytest.mark.parametrize(("store", "name"), [("default", "late"), ("redis", "unique_late")])
 def test_delivery_of_a_run_that_has_ended_runs_nothing(
-    home: Path, rabbitmq: Broker, crew_of: Callable[..., Crew], name: str
+    rabbitmq: Broker, hire: Hire, name: str
 ) -> None:
     """A worker that dies before it acknowledges has done its work: its result stays as it is."""
-    with client_of(rabbitmq) as app, working(home, rabbitmq) as doomed:
-        crew = crew_of(doomed, app)
+    with hire(rabbitmq) as crew:
         result = crew.send(name, "wait go")
         crew.begun()
         # The child goes on; what acknowledges its work stands still, and then dies.
-        doomed.signal("STOP")
+        crew.worker.signal("STOP")
         crew.stage.open("go")
         assert crew.outcome(result) == "SUCCESS"
         crew.becomes_free()
         crew.becomes_free(own_key(f"unique:{crew.key}"))
-        before = _stored(app, result.id)
-        with working(home, rabbitmq, queue=doomed.queue) as successor:
-            doomed.kill()
-            crew.until(lambda: result.id in successor.said(), "it has come again")
-            crew.until(lambda: "has already run" in successor.said(), "it is refused")
+        before = _stored(crew.app, result.id)
+        with hire(rabbitmq, queue=crew.worker.queue) as successor:
+            crew.worker.kill()
+            crew.until(lambda: result.id in successor.worker.said(), "it has come again")
+            crew.until(lambda: "has already run" in successor.worker.said(), "it is refused")
             # What comes behind it is run, so it was done with.
             assert crew.outcome(crew.signature("plain").apply_async()) == "SUCCESS"
             began = [each["task_id"] for each in crew.stage.told("began")]
             assert began.count(result.id) <= 1, "a task ran twice"
-            assert _stored(app, result.id) == before
+            assert _stored(crew.app, result.id) == before
             assert not crew.is_taken()
             assert not crew.is_taken(own_key(f"unique:{crew.key}"))
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
 from django_distlock import distlock
 
 from .brokers import Broker
-from .conftest import client_of
-from .crews import Crew
-from .workers import working
+from .crews import Crew, Hire
 
 
 def test_c4_killed_child(on_each_store: list[Crew]) -> None:
@@ -102,17 +98,14 @@ def test_c6_killed_child_loses_no_task(prefork: Crew) -> None:
     prefork.becomes_free()
 
 
-def test_c6_killed_worker_loses_no_task(
-    home: Path, rabbitmq: Broker, crew_of: Callable[..., Crew]
-) -> None:
+def test_c6_killed_worker_loses_no_task(rabbitmq: Broker, hire: Hire) -> None:
     """Where nobody is left to end the lease, the next worker waits for its end, or sees it."""
-    with client_of(rabbitmq) as app, working(home, rabbitmq) as doomed:
-        crew = crew_of(doomed, app)
+    with hire(rabbitmq) as crew:
         result = crew.send("late_short", "wait go")
         crew.begun()
-        with working(home, rabbitmq, queue=doomed.queue):
+        with hire(rabbitmq, queue=crew.worker.queue):
             assert crew.is_taken()
-            doomed.kill()
+            crew.worker.kill()
             crew.begun(2)
             assert crew.is_taken()
             crew.stage.open("go")
@@ -123,17 +116,14 @@ def test_c6_killed_worker_loses_no_task(
             crew.becomes_free()
 
 
-def test_killed_worker_leaves_the_key_for_the_rest_of_the_lease(
-    home: Path, broker: Broker, crew_of: Callable[..., Crew]
-) -> None:
+def test_killed_worker_leaves_the_key_for_the_rest_of_the_lease(hire: Hire) -> None:
     """Without anybody to end it, a lease ends by itself, and no sooner."""
-    with working(home, broker) as worker:
-        crew = crew_of(worker)
+    with hire() as crew:
         crew.send("short", "wait go")
         crew.begun()
         # It may be renewed once more.
         expires_at = crew.record().expires_at
-        worker.kill()
+        crew.worker.kill()
         crew.becomes_free()
         assert expires_at is not None
         assert datetime.now(UTC) >= expires_at

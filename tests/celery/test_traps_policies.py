@@ -22,9 +22,8 @@ from django_distlock.inspection import list_locks
 from tests.contract.locking import held_elsewhere
 
 from .brokers import Broker
-from .crews import Crew
+from .crews import Crew, Hire
 from .project import create
-from .workers import working
 
 
 def lock_of(crew: Crew, suffix: str = "") -> Any:
@@ -201,15 +200,12 @@ def test_c10_each_automatic_retry_is_locked_anew(prefork: Crew) -> None:
     assert fences == sorted(set(fences))
 
 
-def test_c14_waiting_in_a_slot_is_bounded(
-    home: Path, broker: Broker, crew_of: Callable[..., Crew]
-) -> None:
+def test_c14_waiting_in_a_slot_is_bounded(hire: Hire) -> None:
     """A task that waits in the only slot makes way for one that could free the key.
 
     One that is queued again leaves the slot at once.
     """
-    with working(home, broker, pool="threads") as worker:
-        crew = crew_of(worker)
+    with hire(pool="threads") as crew:
         with held_elsewhere(lock_of(crew)):
             retrying = crew.send("retry")
             crew.until(lambda: bool(crew.stage.told("refused")), "an attempt")

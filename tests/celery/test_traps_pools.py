@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,18 +14,14 @@ from django_distlock.handler import lock_backends
 from tests.contract.helpers import Later
 
 from .brokers import Broker
-from .crews import Crew
+from .crews import Crew, Hire
 from .tasks import SHORT, STORES
-from .workers import working
 
 
-def test_c11_children_lock_behind_a_parent_that_has_locked(
-    home: Path, broker: Broker, crew_of: Callable[..., Crew]
-) -> None:
+def test_c11_children_lock_behind_a_parent_that_has_locked(hire: Hire) -> None:
     """What the parent opened before the fork is left to it: children renew leases of their own."""
     forked = {"DISTLOCK_TEST_LOCK_BEFORE_FORK": "1"}
-    with working(home, broker, slots=2, environment=forked) as worker:
-        crew = crew_of(worker)
+    with hire(slots=2, environment=forked) as crew:
         others = crew.stage.of(f"{crew.key}:other")
         sent = [
             crew.send("short", "check", "wait go", "check"),
@@ -38,7 +32,7 @@ def test_c11_children_lock_behind_a_parent_that_has_locked(
         crew.begun()
         crew.until(lambda: bool(others.told("held")), "both run")
         assert {each["pid"] for each in (*crew.stage.told("began"), *others.told("began"))} == set(
-            worker.children()
+            crew.worker.children()
         )
         # Longer than a lease lives that nobody renews.
         time.sleep(SHORT + 1.5)
@@ -51,17 +45,16 @@ def test_c11_children_lock_behind_a_parent_that_has_locked(
 
 
 @pytest.mark.parametrize("store", ["default"])
-def test_c11_parent_opens_nothing(home: Path, broker: Broker, crew_of: Callable[..., Crew]) -> None:
+def test_c11_parent_opens_nothing(broker: Broker, hire: Hire) -> None:
     """A parent whose children have locked is connected to no lock store."""
-    with working(home, broker) as worker:
-        crew = crew_of(worker)
+    with hire() as crew:
         for store in STORES:
             result = replace(crew, store=store).send("early")
             assert crew.outcome(result) == "SUCCESS"
         stores = {
             urlsplit(os.environ[f"DISTLOCK_TEST_{name}_URL"]).port for name in ("POSTGRES", "REDIS")
         }
-        name = f"{worker.name}@tests"
+        name = f"{crew.worker.name}@tests"
         (said,) = crew.app.control.broadcast("peers", reply=True, destination=[name], timeout=20)
         # It is to its broker.
         assert urlsplit(broker.url).port in said[name]

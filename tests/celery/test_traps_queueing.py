@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,10 +18,8 @@ from tests.contract.helpers import Later
 from tests.contract.locking import held_elsewhere, rolled_back
 from tests.services import free_port
 
-from .brokers import Broker
-from .crews import Crew
+from .crews import Crew, Hire
 from .project import create
-from .workers import working
 
 
 def unique_key(crew: Crew) -> str:
@@ -121,18 +118,15 @@ def claim_ends(crew: Crew, claim: str) -> None:
     crew.until(lambda: Later(store.read, claim).result() is None, "the claim is released")
 
 
-def test_killed_child_that_waits_frees_its_claim(
-    home: Path, broker: Broker, crew_of: Callable[..., Crew]
-) -> None:
+def test_killed_child_that_waits_frees_its_claim(hire: Hire) -> None:
     """Killed before the body began, and acknowledged: in a child for each of the tasks."""
-    with working(home, broker, slots=len(WAITING)) as worker:
-        crew = crew_of(worker)
+    with hire(slots=len(WAITING)) as crew:
         claims = [own_key(prefix + crew.key) for _, prefix in WAITING]
         with held_elsewhere(distlock(crew.key, backend=crew.store, ttl=60)):
             results = [crew.send(name) for name, _ in WAITING]
             crew.until(lambda: {each.state for each in results} == {"STARTED"}, "both wait")
             assert all(map(crew.record, claims))
-            for child in worker.children():
+            for child in crew.worker.children():
                 os.kill(child, signal.SIGKILL)
             assert [crew.outcome(each) for each in results] == ["FAILURE"] * len(WAITING)
             for claim in claims:
