@@ -12,6 +12,7 @@ from celery import Celery
 from celery.result import AsyncResult
 
 from django_distlock import distlock, lock_backends
+from django_distlock.core.keys import own_key
 from django_distlock.core.records import Record
 from tests.contract.helpers import PATIENCE, Later
 from tests.contract.locking import eventually, taken
@@ -37,6 +38,11 @@ class Crew:
     def key(self) -> str:
         """The key that only this test uses."""
         return self.stage.key
+
+    @property
+    def claim(self) -> str:
+        """The key of a unique task that is queued or running."""
+        return own_key(f"unique:{self.key}")
 
     def send(self, name: str, *steps: str, **options: Any) -> AsyncResult[Any]:
         """Send a task of the store; what it shall do, and options of `apply_async`."""

@@ -34,11 +34,6 @@ DEBOUNCE = 1.0
 LONG_TEXT = "tell " + 100_000 * "long "
 
 
-def claim(crew: Crew) -> str:
-    """Return the key of what was called last and has not begun."""
-    return own_key(f"unique:{crew.key}")
-
-
 def say(crew: Crew, word: str, *steps: str, name: str = "last", **options: Any) -> AsyncResult[Any]:
     """Call the task, to tell a word."""
     return crew.send(name, f"tell say {word}", *steps, **options)
@@ -58,7 +53,7 @@ def gave_way(result: AsyncResult[Any]) -> bool:
 def all_ended(crew: Crew, *results: AsyncResult[Any]) -> None:
     """Wait until tasks have succeeded, with or without their bodies, and left nothing."""
     assert [crew.outcome(each) for each in results] == ["SUCCESS"] * len(results)
-    crew.becomes_free(claim(crew))
+    crew.becomes_free(crew.claim)
     assert not crew.stage.told("overlapped")
     crew.becomes_free(own_key(f"runs:{crew.key}"))
 
@@ -76,7 +71,7 @@ def test_last_of_many_calls_runs_once(prefork: Crew, name: str) -> None:
     assert [gave_way(each) for each in results] == [True] * 7 + [False]
     assert results[0].result == {
         "distlock": "skipped",
-        "key": claim(prefork),
+        "key": prefork.claim,
         "why": "superseded",
         "holder": None,
     }
@@ -160,7 +155,7 @@ def test_order_of_the_calls_counts(prefork: Crew) -> None:
     all_ended(prefork, last, late)
     assert said(prefork) == ["last"]
     put_off = say(prefork, "put off", countdown=2)
-    assert prefork.record(claim(prefork)).holder.task_id == put_off.id
+    assert prefork.record(prefork.claim).holder.task_id == put_off.id
     all_ended(prefork, put_off)
     assert said(prefork) == ["last", "put off"]
 
@@ -173,7 +168,7 @@ def test_call_that_could_not_be_sent_replaces_none(prefork: Crew) -> None:
         app.tasks[f"{prefork.store}.last"].apply_async(
             (prefork.key, ["tell say nobody"]), **prefork.to(retry=False)
         )
-    assert not prefork.is_taken(claim(prefork))
+    assert not prefork.is_taken(prefork.claim)
     all_ended(prefork, before)
     assert said(prefork) == ["before"]
 
@@ -289,10 +284,10 @@ def test_what_is_sent_on_commit_is_called_then(prefork: Crew) -> None:
     before = say(prefork, "before")
     with rolled_back():
         task.apply_async_on_commit((prefork.key, ["tell say gone"]), **prefork.to())
-    assert prefork.record(claim(prefork)).holder.task_id == before.id
+    assert prefork.record(prefork.claim).holder.task_id == before.id
     with transaction.atomic():
         task.apply_async_on_commit((prefork.key, ["tell say last"]), **prefork.to())
-        assert prefork.record(claim(prefork)).holder.task_id == before.id
+        assert prefork.record(prefork.claim).holder.task_id == before.id
     prefork.until(lambda: bool(said(prefork)), "it has run")
     all_ended(prefork, before)
     assert said(prefork) == ["last"]
@@ -336,12 +331,12 @@ def test_paused_key_takes_no_call(prefork: Crew) -> None:
     """An operator's pause is told to who calls; what was called before runs."""
     before = say(prefork, "before")
     store = lock_backends[prefork.store]
-    store.pause(claim(prefork), datetime.now(UTC) + timedelta(seconds=60))
+    store.pause(prefork.claim, datetime.now(UTC) + timedelta(seconds=60))
     began = time.monotonic()
     with pytest.raises(LockNotAcquired):
         say(prefork, "nobody")
     assert time.monotonic() - began < 3
-    store.pause(claim(prefork), None)
+    store.pause(prefork.claim, None)
     all_ended(prefork, before)
     assert said(prefork) == ["before"]
 
@@ -415,12 +410,12 @@ def test_last_call_runs_whatever_an_operator_raises(prefork: Crew) -> None:
     """Fences that are raised above all numbers, as after a restore, leave no call behind."""
     result = say(prefork, "first")
     store = lock_backends[prefork.store]
-    above = 2 * prefork.record(claim(prefork)).fence + 1001
+    above = 2 * prefork.record(prefork.claim).fence + 1001
     store.raise_fences(above, key=own_key(f"calls:{prefork.key}"))
     all_ended(prefork, result)
     assert said(prefork) == ["first"]
     all_ended(prefork, say(prefork, "later"))
     assert said(prefork) == ["first", "later"]
-    fence = store.counter(claim(prefork))
+    fence = store.counter(prefork.claim)
     assert fence is not None
     assert 2 * fence.fence > above

@@ -19,7 +19,6 @@ from pytest_django import DjangoDbBlocker
 
 from django_distlock import BackendUnavailable
 from django_distlock.contrib.celery import failed
-from django_distlock.core.keys import own_key
 from django_distlock.management.statuses import UNAVAILABLE
 from django_distlock.models import FailedTask
 from tests.integration.wires import Wire
@@ -110,11 +109,6 @@ def away(wires: dict[str, StoreWire], store: str) -> Iterator[StoreWire]:
     wires[store].come_back()
 
 
-def unique_key(crew: Crew) -> str:
-    """Return the key of what is queued or running."""
-    return own_key(f"unique:{crew.key}")
-
-
 def queued_again(crew: Crew, task_id: str) -> int:
     """Count how often the worker says so, for the store."""
     return crew.worker.said().count(f"The task {task_id} is queued again")
@@ -135,7 +129,7 @@ def test_queued_tasks_outlast_an_outage(crew: Crew, away: StoreWire, name: str) 
     assert not crew.stage.told("overlapped")
     assert {each["retries"] for each in crew.stage.told("began")} == {0}
     if name != "late":
-        crew.becomes_free(unique_key(crew))
+        crew.becomes_free(crew.claim)
 
 
 def test_retry_is_sent_though_the_store_is_away(crew: Crew, wires: dict[str, StoreWire]) -> None:
@@ -148,7 +142,7 @@ def test_retry_is_sent_though_the_store_is_away(crew: Crew, wires: dict[str, Sto
     wires[crew.store].come_back()
     assert crew.outcome(result) == "SUCCESS"
     assert [each["retries"] for each in crew.stage.told("began")] == [0, 1]
-    crew.becomes_free(unique_key(crew))
+    crew.becomes_free(crew.claim)
 
 
 @pytest.mark.parametrize("name", ["unique", "unique_late_second"])
@@ -157,9 +151,9 @@ def test_failed_unique_task_frees_its_key(crew: Crew, away: StoreWire, name: str
     result = crew.send(name)
     assert crew.outcome(result) == "FAILURE"
     assert isinstance(result.result, BackendUnavailable)
-    assert crew.is_taken(unique_key(crew))
+    assert crew.is_taken(crew.claim)
     away.come_back()
-    crew.becomes_free(unique_key(crew))
+    crew.becomes_free(crew.claim)
     again = crew.send(name)
     assert again.id != result.id
     assert crew.outcome(again) == "SUCCESS"
@@ -261,4 +255,4 @@ def test_what_follows_is_sent_though_the_store_is_away(crew: Crew, away: StoreWi
     away.come_back()
     assert crew.outcome(result) == "SUCCESS"
     assert len(crew.stage.told("ended")) == 1
-    crew.becomes_free(unique_key(crew))
+    crew.becomes_free(crew.claim)

@@ -10,8 +10,6 @@ import pytest
 from celery import Celery
 from pytest_django import DjangoDbBlocker
 
-from django_distlock.core.keys import own_key
-
 from .brokers import SECONDS_UNTIL_REDELIVERY, Broker, redis_broker
 from .conftest import client_of
 from .crews import Crew, Hire
@@ -125,7 +123,7 @@ def test_delivery_of_a_run_that_has_ended_runs_nothing(
         crew.stage.open("go")
         assert crew.outcome(result) == "SUCCESS"
         crew.becomes_free()
-        crew.becomes_free(own_key(f"unique:{crew.key}"))
+        crew.becomes_free(crew.claim)
         before = _stored(crew.app, result.id)
         with hire(rabbitmq, queue=crew.worker.queue) as successor:
             crew.worker.kill()
@@ -137,7 +135,7 @@ def test_delivery_of_a_run_that_has_ended_runs_nothing(
             assert began.count(result.id) <= 1, "a task ran twice"
             assert _stored(crew.app, result.id) == before
             assert not crew.is_taken()
-            assert not crew.is_taken(own_key(f"unique:{crew.key}"))
+            assert not crew.is_taken(crew.claim)
 
 
 def _stored(app: Celery, task_id: str) -> dict[str, object]:

@@ -15,7 +15,6 @@ from celery import Celery, _state, chain, chord, shared_task
 from django_distlock import InvalidArgument, LockNotAcquired, distlock
 from django_distlock.contrib.celery import locked_task
 from django_distlock.core.holders import Holder
-from django_distlock.core.keys import own_key
 from django_distlock.core.records import Waits
 from django_distlock.handler import lock_backends
 from django_distlock.inspection import list_locks
@@ -233,7 +232,7 @@ def test_c16_eager_tasks_take_the_same_lock(
     leases = [each["lease"] for each in crew.stage.told("began")]
     assert leases[:3] == [crew.key] * 3
     assert not crew.is_taken()
-    assert not crew.is_taken(own_key(f"unique:{crew.key}"))
+    assert not crew.is_taken(crew.claim)
     with held_elsewhere(lock_of(crew)):
         assert marker(crew, app.tasks[f"{crew.store}.early"].delay(crew.key).result)
         with pytest.raises(LockNotAcquired):

@@ -22,11 +22,6 @@ from .crews import Crew, Hire
 from .project import create
 
 
-def unique_key(crew: Crew) -> str:
-    """Return the key of what is queued or running."""
-    return own_key(f"unique:{crew.key}")
-
-
 def sends_again(crew: Crew) -> bool:
     """Say whether the task can be sent and runs, as what was sent before has left nothing."""
     began = len(crew.stage.told("began"))
@@ -41,10 +36,10 @@ def test_duplicate_is_the_task_that_runs(prefork: Crew) -> None:
     prefork.begun()
     duplicates.append(prefork.send("unique"))
     assert [each.id for each in duplicates] == [first.id] * 2
-    assert prefork.is_taken(unique_key(prefork))
+    assert prefork.is_taken(prefork.claim)
     prefork.stage.open("go")
     assert prefork.outcome(duplicates[0]) == "SUCCESS"
-    prefork.becomes_free(unique_key(prefork))
+    prefork.becomes_free(prefork.claim)
     assert sends_again(prefork)
     assert len(prefork.stage.told("began")) == 2
 
@@ -54,7 +49,7 @@ def test_unique_task_is_sent_again_behind_each_ending(prefork: Crew, ending: str
     """However a run ends, the next one can be sent."""
     prefork.send("unique", ending)
     prefork.begun()
-    prefork.becomes_free(unique_key(prefork))
+    prefork.becomes_free(prefork.claim)
     assert sends_again(prefork)
 
 
@@ -63,12 +58,12 @@ def test_unique_task_retries_itself(prefork: Crew) -> None:
     result = prefork.send("unique", "retry 1")
     assert prefork.outcome(result) == "SUCCESS"
     runs = [(each["retries"], each["lease"]) for each in prefork.stage.told("began")]
-    assert runs == [(0, unique_key(prefork)), (1, unique_key(prefork))]
-    prefork.becomes_free(unique_key(prefork))
+    assert runs == [(0, prefork.claim), (1, prefork.claim)]
+    prefork.becomes_free(prefork.claim)
     # Long before this one comes again.
     result = prefork.send("unique", "retry 300")
     prefork.until(lambda: len(prefork.stage.told("failed")) == 2, "the first run")
-    assert prefork.is_taken(unique_key(prefork))
+    assert prefork.is_taken(prefork.claim)
     assert prefork.send("unique").id == result.id
 
 
@@ -79,12 +74,12 @@ def test_unique_task_replaces_itself(prefork: Crew) -> None:
     result = prefork.send("unique", "replace go")
     assert prefork.outcome(result) == "SUCCESS"
     assert prefork.stage.told("replaced")
-    prefork.becomes_free(unique_key(prefork))
+    prefork.becomes_free(prefork.claim)
     # Long before this one comes again.
     result = prefork.send("unique", "replace go 300")
     ignored = f"[{result.id}] ignored"
     prefork.until(lambda: ignored in prefork.worker.said(), "the first run")
-    assert prefork.is_taken(unique_key(prefork))
+    assert prefork.is_taken(prefork.claim)
     assert prefork.send("unique").id == result.id
 
 
@@ -93,7 +88,7 @@ def test_unique_key_stays_between_automatic_retries(prefork: Crew) -> None:
     """Also where Celery retries by itself, behind the end of the body."""
     result = prefork.send("again", "fail_until 1")
     prefork.until(lambda: result.state == "RETRY", "it is queued again")
-    assert prefork.is_taken(unique_key(prefork))
+    assert prefork.is_taken(prefork.claim)
     assert prefork.send("again").id == result.id
 
 
@@ -143,7 +138,7 @@ def test_retry_of_a_lost_process_is_unique(prefork: Crew) -> None:
     assert prefork.send("unique_retried").id == result.id
     assert prefork.outcome(result) == "SUCCESS"
     assert len(prefork.stage.told("began")) == 2
-    prefork.becomes_free(unique_key(prefork))
+    prefork.becomes_free(prefork.claim)
 
 
 @pytest.mark.parametrize("is_revoked", [True, False], ids=["revoked", "expired"])
@@ -155,7 +150,7 @@ def test_unique_task_that_is_thrown_away_can_be_sent_again(
     if is_revoked:
         result.revoke()
     assert prefork.outcome(result) == "REVOKED"
-    prefork.becomes_free(unique_key(prefork))
+    prefork.becomes_free(prefork.claim)
     assert sends_again(prefork)
 
 
@@ -167,7 +162,7 @@ def test_unique_and_locked_are_two_keys(prefork: Crew) -> None:
         assert prefork.send("unique_and_locked").id == result.id
     assert prefork.outcome(result) == "SUCCESS"
     assert len(prefork.stage.told("began")) == 1
-    prefork.becomes_free(unique_key(prefork))
+    prefork.becomes_free(prefork.claim)
     assert not prefork.is_taken()
 
 
@@ -203,7 +198,7 @@ def test_c8_what_could_not_be_sent_leaves_no_claim(
     """The task can be sent later."""
     with pytest.raises(error):
         send(prefork)
-    assert not prefork.is_taken(unique_key(prefork))
+    assert not prefork.is_taken(prefork.claim)
     assert sends_again(prefork)
 
 
@@ -212,27 +207,27 @@ def test_c8_rollback_leaves_no_claim(prefork: Crew) -> None:
     unique = prefork.task("unique")
     with rolled_back():
         unique.apply_async_on_commit((prefork.key,), **prefork.to())
-        assert not prefork.is_taken(unique_key(prefork))
-    assert not prefork.is_taken(unique_key(prefork))
+        assert not prefork.is_taken(prefork.claim)
+    assert not prefork.is_taken(prefork.claim)
     with transaction.atomic():
         unique.apply_async_on_commit((prefork.key, ["wait go"]), **prefork.to())
-        assert not prefork.is_taken(unique_key(prefork))
+        assert not prefork.is_taken(prefork.claim)
     prefork.begun()
-    assert prefork.is_taken(unique_key(prefork))
+    assert prefork.is_taken(prefork.claim)
     prefork.stage.open("go")
-    prefork.becomes_free(unique_key(prefork))
+    prefork.becomes_free(prefork.claim)
 
 
 def test_c9_claim_outlives_the_countdown(prefork: Crew) -> None:
     """A task that shall run later than its ttl is unique until it has run."""
     result = prefork.send("unique_brief", "wait go", countdown=5)
     # The ttl and the grace are over long ago.
-    assert prefork.stays_taken(3.5, unique_key(prefork))
+    assert prefork.stays_taken(3.5, prefork.claim)
     assert prefork.send("unique_brief").id == result.id
     prefork.stage.open("go")
     assert prefork.outcome(result) == "SUCCESS"
     assert len(prefork.stage.told("began")) == 1
-    prefork.becomes_free(unique_key(prefork))
+    prefork.becomes_free(prefork.claim)
 
 
 def test_what_a_canvas_waits_for_is_sent_though_the_key_is_taken(prefork: Crew) -> None:
@@ -279,7 +274,7 @@ def test_refused_unique_task_frees_its_key(prefork: Crew, name: str) -> None:
         result = prefork.send(name)
         ending = "FAILURE" if name.endswith("raise") else "SUCCESS"
         assert prefork.outcome(result) == ending
-        prefork.becomes_free(unique_key(prefork))
+        prefork.becomes_free(prefork.claim)
     again = prefork.send(name)
     assert again.id != result.id
     assert prefork.outcome(again) == "SUCCESS"

@@ -18,11 +18,6 @@ from .crews import Crew
 KINDS = ["started", "started_late", "started_and_locked"]
 
 
-def claim(crew: Crew) -> str:
-    """Return the key of what is queued."""
-    return own_key(f"unique:{crew.key}")
-
-
 def ended(crew: Crew, times: int) -> None:
     """Wait until so many runs have ended, none beside another one."""
     crew.until(lambda: len(crew.stage.told("ended")) == times, f"{times} runs have ended")
@@ -35,13 +30,13 @@ def test_calls_from_the_running_body_are_queued_once(prefork: Crew, name: str) -
     send = f"send {prefork.store}.{name}"
     result = prefork.send(name, send, "tell sent", send, send, "wait go")
     prefork.until(lambda: bool(prefork.stage.told("sent")), "it has sent one")
-    prefork.until(lambda: prefork.is_taken(claim(prefork)), "one is queued")
+    prefork.until(lambda: prefork.is_taken(prefork.claim), "one is queued")
     prefork.until(lambda: bool(prefork.stage.told("refused", "child")), "it has met the run")
     assert not prefork.stage.told("child")
     prefork.stage.open("go")
     assert prefork.outcome(result) == "SUCCESS"
     ended(prefork, 2)
-    prefork.becomes_free(claim(prefork))
+    prefork.becomes_free(prefork.claim)
     assert len(prefork.stage.told("child")) == 1
 
 
@@ -58,7 +53,7 @@ def test_call_amid_a_run_is_queued_once(prefork: Crew, name: str) -> None:
     assert [prefork.outcome(each) for each in (first, later[0])] == ["SUCCESS"] * 2
     ended(prefork, 2)
     assert len(prefork.stage.told("later")) == 1
-    assert not prefork.is_taken(claim(prefork))
+    assert not prefork.is_taken(prefork.claim)
 
 
 def test_task_that_waits_for_its_lock_has_not_started(prefork: Crew) -> None:
@@ -69,7 +64,7 @@ def test_task_that_waits_for_its_lock_has_not_started(prefork: Crew) -> None:
         assert prefork.send("started_and_locked").id == first.id
     assert prefork.outcome(first) == "SUCCESS"
     ended(prefork, 1)
-    assert not prefork.is_taken(claim(prefork))
+    assert not prefork.is_taken(prefork.claim)
 
 
 @pytest.mark.parametrize("is_begun", [True, False], ids=["amid the body", "before it starts"])
@@ -89,7 +84,7 @@ def test_killed_run_comes_again(prefork: Crew, *, is_begun: bool) -> None:
     assert (
         f"its task {first.id} had not started before its process died" not in prefork.worker.said()
     )
-    prefork.becomes_free(claim(prefork))
+    prefork.becomes_free(prefork.claim)
     prefork.becomes_free(own_key(f"runs:{prefork.key}"))
 
 
@@ -97,7 +92,7 @@ def test_killed_task_that_comes_no_more_leaves_no_claim(prefork: Crew) -> None:
     """Killed before its start, and acknowledged: who calls later is queued."""
     prefork.stage.open("doomed")
     assert prefork.outcome(prefork.send("started")) == "FAILURE"
-    prefork.becomes_free(claim(prefork))
+    prefork.becomes_free(prefork.claim)
     assert "had not started before its process died" in prefork.worker.said()
     assert prefork.outcome(prefork.send("started")) == "SUCCESS"
     ended(prefork, 1)
@@ -109,7 +104,7 @@ def test_runs_side_by_side_if_asked_to(prefork: Crew) -> None:
     prefork.begun()
     results.append(prefork.send("started_beside", "wait go"))
     prefork.begun(2)
-    prefork.becomes_free(claim(prefork))
+    prefork.becomes_free(prefork.claim)
     results.append(prefork.send("started_beside", "wait go"))
     assert len({each.id for each in results}) == 3
     prefork.begun(3)
@@ -132,7 +127,7 @@ def test_retry_beside_another_call_runs(prefork: Crew) -> None:
     prefork.until(lambda: len(prefork.stage.told("ended")) >= 2, "retry and child")
     assert [each["retries"] for each in prefork.stage.told("began", task_id=result.id)] == [0, 1]
     assert prefork.stage.told("child")
-    prefork.becomes_free(claim(prefork))
+    prefork.becomes_free(prefork.claim)
 
 
 def test_parts_of_a_group_run_one_behind_another(prefork: Crew) -> None:
@@ -142,7 +137,7 @@ def test_parts_of_a_group_run_one_behind_another(prefork: Crew) -> None:
     prefork.until(result.ready, "all have run")
     assert result.successful()
     ended(prefork, 3)
-    assert not prefork.is_taken(claim(prefork))
+    assert not prefork.is_taken(prefork.claim)
 
 
 def test_revoked_task_can_be_sent_again(prefork: Crew) -> None:
@@ -150,7 +145,7 @@ def test_revoked_task_can_be_sent_again(prefork: Crew) -> None:
     result = prefork.send("started", countdown=1)
     result.revoke()
     assert prefork.outcome(result) == "REVOKED"
-    prefork.becomes_free(claim(prefork))
+    prefork.becomes_free(prefork.claim)
     assert prefork.outcome(prefork.send("started")) == "SUCCESS"
 
 
@@ -159,13 +154,13 @@ def test_one_call_says_how_long_it_keeps_its_key(prefork: Crew, name: str) -> No
     """The key of this one is free earlier than that of others, behind its countdown."""
     nowhere = {"queue": f"nowhere-{prefork.key}"}
     prefork.send(name, unique_ttl=120, **nowhere)
-    assert prefork.record(claim(prefork)).ttl == 120
-    lock_backends[prefork.store].force_release(claim(prefork))
+    assert prefork.record(prefork.claim).ttl == 120
+    lock_backends[prefork.store].force_release(prefork.claim)
     prefork.send(name, unique_ttl=1, countdown=60, **nowhere)
-    assert 60 < (prefork.record(claim(prefork)).ttl or 0) <= 61
-    lock_backends[prefork.store].force_release(claim(prefork))
+    assert 60 < (prefork.record(prefork.claim).ttl or 0) <= 61
+    lock_backends[prefork.store].force_release(prefork.claim)
     first = prefork.send(name, unique_ttl=0.1, **nowhere)
-    prefork.becomes_free(claim(prefork))
+    prefork.becomes_free(prefork.claim)
     assert prefork.send(name, **nowhere).id != first.id
 
 
@@ -182,7 +177,7 @@ def test_wrong_times_are_refused(prefork: Crew, name: str, unique_ttl: Any, says
         task.name = "nobody"
     with pytest.raises(InvalidArgument, match=says):
         task.apply_async((prefork.key,), unique_ttl=unique_ttl)
-    assert not prefork.is_taken(claim(prefork))
+    assert not prefork.is_taken(prefork.claim)
 
 
 @pytest.mark.parametrize(
