@@ -14,7 +14,7 @@ from celery.result import AsyncResult
 from django_distlock import distlock, lock_backends
 from django_distlock.core.keys import own_key
 from django_distlock.core.records import Record
-from tests.contract.helpers import PATIENCE, Later
+from tests.contract.helpers import PATIENCE, Later, there
 from tests.contract.locking import eventually, taken
 
 from .acting import Stage
@@ -85,9 +85,7 @@ class Crew:
 
     def record(self, key: str = "") -> Record:
         """Return what the store knows of whoever holds the key."""
-        record = Later(lock_backends[self.store].read, key or self.key).result()
-        assert record is not None
-        return record
+        return there(Later(lock_backends[self.store].read, key or self.key).result())
 
     def until(self, condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
         """Wait until something is so, or fail with what the worker said."""

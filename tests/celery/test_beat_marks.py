@@ -25,7 +25,7 @@ from django_distlock.core.keys import own_key
 from django_distlock.core.records import Grant, Record
 from django_distlock.handler import lock_backends
 from django_distlock.testing import lose_connection
-from tests.contract.helpers import Later, held
+from tests.contract.helpers import Later, held, there
 from tests.processes import spawn
 
 from .beat_processes import eventually
@@ -141,16 +141,13 @@ def test_one_of_two_moves_a_mark(key: str, alias: str) -> None:
     with pytest.raises(Moved):
         second.move("a", now + timedelta(seconds=5))
     second.learn("a", now - timedelta(days=1), 0)
-    mark = second.get("a")
-    assert mark is not None
+    mark = there(second.get("a"))
     assert (mark.sent_at, mark.runs) == (now + timedelta(seconds=5), 1)
 
 
 def mark_of(beat: DistlockScheduler) -> Mark:
     """Return what a beat knows of the sending of its entry."""
-    mark = beat._marks.get("a")
-    assert mark is not None
-    return mark
+    return there(beat._marks.get("a"))
 
 
 def stored(beat: DistlockScheduler) -> Record:
@@ -252,8 +249,7 @@ def test_marks_are_renewed(make: Callable[..., DistlockScheduler]) -> None:
     assert store.extend(Grant(mark.key, mark.token, mark.fence, 100, mark.acquired_at, None))
     beat._marks._renew_at = 0.0
     run(beat)
-    expires_at = stored(beat).expires_at
-    assert expires_at is not None
+    expires_at = there(stored(beat).expires_at)
     assert expires_at - datetime.now(UTC) > timedelta(days=6)
 
 

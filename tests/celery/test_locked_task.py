@@ -49,7 +49,7 @@ from django_distlock.core.keys import own_key
 from django_distlock.models import FailedTask
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
 from django_distlock.testing import hold, lose_connection, memory_locks, simulate_pause
-from tests.contract.helpers import Later
+from tests.contract.helpers import Later, there
 from tests.contract.locking import Heard
 from tests.integration.projects import importable, run_python
 from tests.integration.test_metrics_opentelemetry import Told
@@ -82,9 +82,7 @@ def deliver(task: Any, /, *args: Any, **request: Any) -> str:
 
 def lease_now() -> Lease:
     """Return the lease of the task around the caller."""
-    lease = current_lease()
-    assert lease is not None
-    return lease
+    return there(current_lease())
 
 
 def held_now() -> list[str]:
@@ -604,8 +602,7 @@ def test_unique_key_outlives_its_producer(key: str) -> None:
     with spawn(f"{HERE}:produce", key) as producer:
         sent = producer.result()
     assert produce(key) == sent
-    record = lock_backends["redis"].read(own_key(f"unique:{key}"))
-    assert record is not None
+    record = there(lock_backends["redis"].read(own_key(f"unique:{key}")))
     assert (record.holder.task_id, record.holder.pid) == (sent, 0)
     lock_backends["redis"].force_release(record.key)
 

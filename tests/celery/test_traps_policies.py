@@ -18,6 +18,7 @@ from django_distlock.core.holders import Holder
 from django_distlock.core.records import Waits
 from django_distlock.handler import lock_backends
 from django_distlock.inspection import list_locks
+from tests.contract.helpers import there
 from tests.contract.locking import held_elsewhere
 
 from .brokers import Broker
@@ -107,8 +108,7 @@ def test_c2_waiting_in_the_queue_is_seen(prefork: Crew) -> None:
         results = [prefork.send("retry", "wait go") for _ in range(2)]
         ending = prefork.send("retry_for_a_second")
         prefork.until(lambda: waits() == Waits(0, 3), "three are seen")
-        note = store.waiters.note(prefork.key, Holder(host="web-7", pid=7), 60)
-        assert note is not None
+        note = there(store.waiters.note(prefork.key, Holder(host="web-7", pid=7), 60))
         (held,) = list_locks(backends=[prefork.store], prefix=prefork.key, waits=True).locks
         assert held.waits == waits()
         assert waits().waiting == 1

@@ -52,6 +52,12 @@ PATIENCE = 120
 SHORT = 0.05
 
 
+def there(value: T | None) -> T:
+    """Give what must be there."""
+    assert value is not None
+    return value
+
+
 def listed(backend: BaseLockBackend, prefix: str = "", **filters: Any) -> list[str]:
     """List the keys that start with a prefix, through all pages."""
     keys: list[str] = []

@@ -28,7 +28,7 @@ from django_distlock.handler import lock_backends
 from django_distlock.signals import lock_lost
 from tests.backends import ADVISORY
 from tests.contract.aliases import alias_like
-from tests.contract.helpers import Later, at_once, contend, held, prompt, take
+from tests.contract.helpers import Later, at_once, contend, extend, held, prompt, take, there
 from tests.contract.interrupting import interrupt_at, strike_again_and_again
 from tests.contract.locking import Heard, eventually
 from tests.processes import spawn
@@ -61,9 +61,7 @@ def backend() -> Iterator[AdvisoryBackend]:
 
 def session_of(backend: AdvisoryBackend, grant: Grant) -> Session:
     """Return the session that holds a lease."""
-    holding = backend._holdings.of_token(grant.token)
-    assert holding is not None
-    return holding.session
+    return there(backend._holdings.of_token(grant.token)).session
 
 
 def live(*pids: int) -> set[int]:
@@ -88,8 +86,7 @@ def test_stranger_with_the_number_of_a_key(backend: AdvisoryBackend, key: str, n
     assert backend.release(grant) is True
     with server(connections["default"].settings_dict["NAME"], application_name=named) as raw:
         raw.execute("SELECT pg_advisory_lock(%s)", [number])
-        answer = backend.acquire(key, new_token(), 30)
-        assert isinstance(answer, Contended)
+        answer = contend(backend, key)
         assert answer.holder is None
         assert backend.read(key) is None
         assert backend.request_stop(key) is None
@@ -263,8 +260,7 @@ def test_peers_that_vanish_are_noticed(own: dict[str, int], key: str) -> None:
 
 def shows(session: Session, setting: str) -> str:
     """Ask a session for a setting."""
-    row = session._raw.execute(f"SHOW {setting}").fetchone()
-    assert row is not None
+    row = there(session._raw.execute(f"SHOW {setting}").fetchone())
     return str(row[0])
 
 
@@ -315,8 +311,7 @@ def test_check_sees_that_the_server_ended_the_session(backend: AdvisoryBackend, 
     lock = distlock(key, backend="session", wait=5)
     lease = lock.acquire()
     lease.check()
-    holding = backend._holdings.of_token(lease.token)
-    assert holding is not None
+    holding = there(backend._holdings.of_token(lease.token))
     with Heard(lock_lost, key) as heard:
         terminate(holding.session.pid)
         with prompt(), pytest.raises(LockLost, match="no longer has it"):
@@ -407,8 +402,7 @@ def test_answer_that_does_not_come_is_unknown(key: str) -> None:
         assert backend.is_cut_off(grants[0]) is False
         way.flow()
         for grant in grants:
-            extended = backend.extend(grant)
-            assert isinstance(extended, Grant)
+            extended = extend(backend, grant)
             assert extended.fence == grant.fence
         assert backend.release(grants[0]) is True
 
@@ -473,12 +467,10 @@ def test_killed_process_frees_its_keys_at_once(backend: AdvisoryBackend, key: st
     with spawn(target, "advisory", key, 600, "") as worker:
         worker.wait_for("held")
         seen = contend(backend, key)
-        assert seen.holder is not None
-        assert seen.holder.metadata["session"]
+        assert there(seen.holder).metadata["session"]
         os.kill(worker.popen.pid, signal.SIGKILL)
         assert eventually(lambda: backend.read(key) is None)
-        assert seen.fence is not None
-        assert take(backend, key).fence > seen.fence
+        assert take(backend, key).fence > there(seen.fence)
 
 
 def test_fork_leaves_the_sessions_to_the_parent(key: str) -> None:

@@ -16,6 +16,7 @@ from django.test import override_settings
 from django_distlock.conf import index_name
 from django_distlock.database.sql import FUNCTIONS, fence_guard_name, function_name
 from tests.contract.aliases import alias_like, locks_on
+from tests.contract.helpers import there
 from tests.salted import SALT
 
 from .databases import APP, TRIGGER, ask, forget_migration, migrate, role
@@ -251,8 +252,7 @@ def test_tables_renamed_as_the_page_says(request: pytest.FixtureRequest, kind: s
     if kind == "postgresql":
         # All that serve the tables go, and not what serves fenced rows.
         ask(using, ENFORCES)
-        listed = re.search(r"SELECT format\(.*?(?=;\n)", page, re.DOTALL)
-        assert listed is not None
+        listed = there(re.search(r"SELECT format\(.*?(?=;\n)", page, re.DOTALL))
         for (statement,) in ask(using, listed[0]):
             ask(using, statement)
         left = ask(using, r"SELECT proname FROM pg_proc WHERE proname LIKE 'django\_distlock\_%'")

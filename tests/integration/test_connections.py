@@ -38,7 +38,7 @@ from tests.contract.aliases import (
     session_of,
     sessions,
 )
-from tests.contract.helpers import Later, at_once
+from tests.contract.helpers import Later, at_once, there
 from tests.contract.locking import eventually
 from tests.interrupting import Interrupted
 from tests.processes import spawn
@@ -315,8 +315,7 @@ def test_session_cut_while_idle_is_replaced_unseen(
         elif operation == "release":
             assert answer is True
         else:
-            assert answer is not None
-            assert answer.token == grant.token
+            assert there(answer).token == grant.token
 
 
 def test_session_with_a_notification_is_kept(key: str) -> None:

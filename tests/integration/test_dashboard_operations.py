@@ -16,7 +16,7 @@ from django_distlock import lock_backends
 from django_distlock.core.wording import printable
 from django_distlock.inspection import Operation
 from django_distlock.models import FenceCounter, LockEvent
-from tests.contract.helpers import held
+from tests.contract.helpers import held, there
 
 from .admin_settings import LOCKS
 from .admin_site import browser_of, user_who_may
@@ -69,8 +69,7 @@ def test_key_is_taken_with_a_reason(browser: Client, operator: User, log: Any, k
     assert answer.redirect_chain == [(LOCKS, 302)]
     assert "1 lock force-released." in answer.content.decode()
     assert lock_backends["postgres"].read(key) is None
-    counter = lock_backends["postgres"].counter(key)
-    assert counter is not None
+    counter = there(lock_backends["postgres"].counter(key))
     assert counter.fence > fence
     event = event_of(key)
     assert (event.kind, event.actor, event.reason, event.fence) == (
@@ -157,18 +156,15 @@ def test_key_is_shortened_asked_paused_and_resumed(
     browser.post(OPERATE, confirmed(Operation.EXPIRE_SOON, key, within="5"))
     browser.post(OPERATE, confirmed(Operation.REQUEST_STOP, key, reason=""))
     record = held(store, key)
-    assert record.expires_at is not None
-    assert (record.expires_at - store.clock()).total_seconds() <= 5
+    assert (there(record.expires_at) - store.clock()).total_seconds() <= 5
     assert record.stop_requested_at is not None
     answer = browser.post(OPERATE, confirmed(Operation.PAUSE, key, back="key"))
     assert answer["Location"] == f"{LOCKS}key/?backend=postgres&key={key}"
-    counter = store.counter(key)
-    assert counter is not None
+    counter = there(store.counter(key))
     assert counter.paused_until is not None
     assert operator.username in browser.get(answer["Location"]).content.decode()
     browser.post(OPERATE, confirmed(Operation.RESUME, key))
-    counter = store.counter(key)
-    assert counter is not None
+    counter = there(store.counter(key))
     assert counter.paused_until is None
 
 
@@ -225,8 +221,7 @@ def test_each_needs_its_own_permission(log: type[Any], key: str) -> None:
     record, counter = store.read(key), store.counter(key)
     assert record is not None
     assert (record.fence, record.stop_requested_at) == (fence, None)
-    assert counter is not None
-    assert counter.paused_until is None
+    assert there(counter).paused_until is None
     assert no_event_of(key)
 
 

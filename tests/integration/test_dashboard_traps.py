@@ -28,6 +28,7 @@ from django_distlock.inspection.history import _counted, history
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
 from django_distlock.process import event_log
 from tests.contract.aliases import alias_like
+from tests.contract.helpers import there
 from tests.contract.locking import eventually
 from tests.redis_servers import private_redis
 
@@ -408,8 +409,7 @@ def test_counters_and_events_are_readable(reader: Client, key: str) -> None:
             spelt = unicodedata.normalize("NFD", odd)
             assert odd in reader.get(f"{rows}/{model}/", {"q": spelt}).content.decode()
             assert odd not in reader.get(f"{rows}/{model}/", {"q": "ü" * 300}).content.decode()
-    paused = FenceCounter.objects.get(key=odd).paused_until
-    assert paused is not None
+    paused = there(FenceCounter.objects.get(key=odd).paused_until)
     text = reader.get(f"{rows}/fencecounter/", {"q": odd}).content.decode()
     assert f"{paused:%M:%S}" in text
     event.delete()
@@ -454,8 +454,7 @@ def test_minutes_are_counted_without_tables_of_time_zones(key: str) -> None:
         with override_settings(DATABASE_ROUTERS=[Routed(using, APP)]):
             past = history()
         event.delete(using=using)
-    assert past is not None
-    assert sum(each.kinds.get("lost", 0) for each in past.minutes) >= 1
+    assert sum(each.kinds.get("lost", 0) for each in there(past).minutes) >= 1
 
 
 def test_minutes_of_an_hour_that_a_zone_has_twice_are_apart(key: str) -> None:

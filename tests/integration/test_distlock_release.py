@@ -19,7 +19,6 @@ from django.test import override_settings
 from django_distlock import lock_backends
 from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.holders import Holder
-from django_distlock.core.keys import new_token
 from django_distlock.core.records import Counter, Grant
 from django_distlock.management import operating
 from django_distlock.management.commands import distlock_release
@@ -51,9 +50,7 @@ def grants(key: str) -> Iterator[list[Grant]]:
 def hold(alias: str, key: str, host: str = "web-1", task: str | None = None) -> Grant:
     """Hold a key as somebody else does."""
     holder = Holder(host=host, process="worker", pid=77, task_id=task)
-    answer = lock_backends[alias].acquire(key, new_token(), 60, holder)
-    assert isinstance(answer, Grant)
-    return answer
+    return take(lock_backends[alias], key, 60, holder=holder)
 
 
 def still_held(grants: list[Grant]) -> list[bool]:

@@ -13,7 +13,7 @@ from django_distlock import FenceRejected, LockUsageError, distlock
 from django_distlock.fencing import Fence
 from django_distlock.fencing import FencedQuerySet as Rows
 from tests.contract.aliases import locks_on
-from tests.contract.helpers import Later
+from tests.contract.helpers import Later, there
 from tests.shop.models import Account, Deep, Named, Savings, SubVault
 
 from .databases import ask
@@ -171,8 +171,7 @@ def test_subquery_or_slice_by_the_fence(using: str, key: str, model: Any) -> Non
 def test_unique_column_beside_another(using: str, key: str) -> None:
     """An expression is no value that one row alone can have."""
     first, second = account(using, f"{key}-1"), account(using, f"{key}-2")
-    row = accounts(using, key).filter(pk=F("pk")).fenced(NEW).order_by("name").first()
-    assert row is not None
+    row = there(accounts(using, key).filter(pk=F("pk")).fenced(NEW).order_by("name").first())
     assert row.pk == first.pk
     assert stored(second) == (1, 0)
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.helpers import there
+
 from .newcomers import PATIENCE, blocks, environment, sh, start_project, text_of, the_block, typed
 
 TUTORIAL = text_of("tutorial/first-lock")
@@ -127,8 +129,7 @@ def test_report_of_the_tutorial_is_renewed_and_lost_by_a_pause(project: Path) ->
         text=True,
     ) as paused:
         try:
-            assert paused.stdout is not None
-            assert any(line.startswith("step 0") for line in paused.stdout)
+            assert any(line.startswith("step 0") for line in there(paused.stdout))
             paused.send_signal(signal.SIGSTOP)
             ttl = re.search(r"ttl=(\d+)", the_block("python", "make_report", TUTORIAL))
             assert ttl

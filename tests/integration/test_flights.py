@@ -38,7 +38,7 @@ from django_distlock import (
 from django_distlock.core.declarations import Kind, declarations, declared
 from django_distlock.core.keys import OWN_MARKER, own_key
 from django_distlock.testing import lose_connection
-from tests.contract.helpers import Later, prompt
+from tests.contract.helpers import Later, prompt, there
 from tests.contract.locking import Heard, eventually, take_away
 from tests.interrupting import interrupt_at
 from tests.processes import spawn
@@ -565,8 +565,7 @@ def test_transaction_of_who_computed_is_not_waited_for(key: str) -> None:
 
 def late(key: str) -> None:
     """Lose the lock to somebody who computes a later value; find it out."""
-    lease = current_lease()
-    assert lease is not None
+    lease = there(current_lease())
     take_away(lease)
     caches["default"].set(key, "later", 60)
     with suppress(LockLost):

@@ -21,7 +21,7 @@ from django_distlock.core.errors import LockError
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from tests.contract.aliases import alias_like
-from tests.contract.helpers import contend, take
+from tests.contract.helpers import contend, extend, take
 from tests.salted import SALT, SESSIONS, call_of, channel_of, number_of, turn_of
 
 from .databases import ask, migrate, server
@@ -81,8 +81,7 @@ def test_number_of_a_key_cannot_be_told(using: str, stranger: psycopg.Connection
         stranger.execute("SELECT pg_advisory_lock(%s)", [plain(salt)])
     with every_backend(using) as backends:
         for backend in backends:
-            grant = backend.acquire(KEY, new_token(), 30, bound=0.05)
-            assert isinstance(grant, Grant)
+            take(backend, KEY, bound=0.05)
             assert backend.force_release(KEY) is not None
 
 
@@ -128,8 +127,7 @@ def test_request_to_stop_cannot_be_forged(using: str, stranger: psycopg.Connecti
         for (number,) in stranger.execute(seen + " AND locktype = 'advisory'", [pid]).fetchall():
             stop = f"stop {number} {grant.fence}"
             stranger.execute("SELECT pg_notify(%s, %s)", [f"distlock_{pid}", stop])
-        extended = backend.extend(grant)
-        assert isinstance(extended, Grant)
+        extended = extend(backend, grant)
         assert not extended.stop_requested
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             stranger.execute(f"UPDATE {SESSIONS} SET stop_requested_at = 1")

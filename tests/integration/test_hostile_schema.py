@@ -17,7 +17,7 @@ from django_distlock.fencing.operations import EnforceFence
 from django_distlock.fencing.triggers import FUNCTION
 from django_distlock.handler import lock_backends
 from tests.contract.aliases import alias_like, locks_on
-from tests.contract.helpers import take
+from tests.contract.helpers import contend, take
 
 from .databases import ask, migrate, server
 from .enforcing import Bank, payment
@@ -119,8 +119,7 @@ def test_functions_call_postgresql_alone(postgresql: str, stranger: Stranger, pa
         stranger.plant()
         ask(postgresql, f"SET search_path = {path}")
         for fence in (1, 2):
-            grant = backend.acquire("invoice:42", new_token(), 30)
-            assert isinstance(grant, Grant)
+            grant = take(backend, "invoice:42")
             assert grant.fence == fence
             assert isinstance(
                 backend.acquire("invoice:42", new_token(), 30, wanted=True), Contended
@@ -145,8 +144,7 @@ def test_sessions_call_postgresql_alone(postgresql: str, stranger: Stranger, pat
             raw.execute(f"ALTER DATABASE {database} SET search_path = {path}")
         with advisory(using) as other:
             again = take(other, "invoice:42")
-            answer = backend.acquire("invoice:42", new_token(), 30)
-            assert isinstance(answer, Contended)
+            answer = contend(backend, "invoice:42")
             assert answer.fence == again.fence > grant.fence
             assert other.release(again) is True
         grant = take(backend, "invoice:43")

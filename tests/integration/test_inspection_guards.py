@@ -13,7 +13,7 @@ from django.db import connections, transaction
 from django_distlock import Lease, distlock, lock_backends
 from django_distlock.inspection import Outcome, Result, force_release, pause, show
 from tests.contract.aliases import session_of
-from tests.contract.helpers import Later, prompt
+from tests.contract.helpers import Later, prompt, there
 
 from .databases import ask
 from .operating import WHO, no_event_of, other_guard, run
@@ -74,8 +74,7 @@ def test_session_of_the_guard_is_named(key: str, alias: str) -> None:
         (session,) = outcome.sessions
         assert session.pid == session_of(using_of(alias))
         assert session.user == ask("default", "SELECT current_user")[0][0]
-        assert session.since is not None
-        assert abs(session.since - before) < timedelta(minutes=1)
+        assert abs(there(session.since) - before) < timedelta(minutes=1)
         view = Later(show, key, alias).result()
         assert view.guards == (session,)
         assert json.loads(json.dumps(view.as_json()))["guards"][0]["pid"] == session.pid
@@ -97,8 +96,7 @@ def test_all_sessions_that_guard_are_named(key: str, alias: str) -> None:
         other_guard(alias, key, "mail") as second,
         lease.atomic(),
     ):
-        sessions = Later(lock_backends[alias].guards.sessions, key).result()
-        assert sessions is not None
+        sessions = there(Later(lock_backends[alias].guards.sessions, key).result())
         mine = session_of(using_of(alias))
         assert {each.pid for each in sessions} == {first, second, mine}
         assert {each.application for each in sessions} >= {"billing", "mail"}

@@ -20,6 +20,7 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.inspection import HeldKey, LockPage, State, list_locks
 from django_distlock.models import HeldLock
+from tests.contract.helpers import take, there
 
 from .operating import ALIASES, DEAD
 
@@ -37,8 +38,7 @@ def taken(key: str) -> Iterator[dict[str, list[Grant]]]:
     for alias in ALIASES:
         for number in range(3):
             holder = Holder(host=f"host-{number}", pid=4711, task_id=f"{key}-task-{number % 2}")
-            answer = lock_backends[alias].acquire(f"{key}:{number}", new_token(), 60, holder)
-            assert isinstance(answer, Grant)
+            answer = take(lock_backends[alias], f"{key}:{number}", 60, holder=holder)
             grants.setdefault(alias, []).append(answer)
     yield grants
     for alias, each in grants.items():
@@ -111,8 +111,7 @@ def test_lock_is_shown_whole_but_for_its_token(taken: dict[str, list[Grant]], ke
     """Key, fence, times, holder: as the record has them; of the token, a hash at most."""
     for alias, (grant, *_rest) in taken.items():
         (held,) = list_locks(backends=[alias], prefix=f"{key}:0").locks
-        record = lock_backends[alias].read(grant.key)
-        assert record is not None
+        record = there(lock_backends[alias].read(grant.key))
         for name in ("fence", "ttl", "acquired_at", "renewed_at", "expires_at", "free_at"):
             assert getattr(held, name) == getattr(record, name), name
         assert (held.key, held.holder) == (record.key, record.holder)
@@ -191,5 +190,4 @@ def test_state_says_the_most_telling_thing(key: str) -> None:
     assert replace(endless, stop_requested_at=held.acquired_at).state is State.STOP_REQUESTED
     assert replace(endless, by_session=True).state is State.HELD
     assert (over.expires_in, endless.expires_in) == (0.0, None)
-    assert held.expires_in is not None
-    assert 0 < held.expires_in <= 30
+    assert 0 < there(held.expires_in) <= 30

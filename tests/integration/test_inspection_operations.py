@@ -41,7 +41,7 @@ from django_distlock.models import HeldLock, LockEvent
 from django_distlock.process import event_log
 from django_distlock.signals import lock_forced, lock_operated
 from tests.contract.aliases import alias_like
-from tests.contract.helpers import take
+from tests.contract.helpers import take, there
 from tests.contract.locking import Heard, rolled_back
 
 from .databases import Routed
@@ -68,8 +68,7 @@ def test_forced_key_is_free_and_its_fence_is_higher(key: str, alias: str) -> Non
     assert (outcome.operation, outcome.result) == (Operation.FORCE_RELEASE, Result.DONE)
     assert (outcome.backend, outcome.key) == (alias, key)
     assert outcome.is_done
-    assert outcome.held is not None
-    assert outcome.held.fence == outcome.fence_before == lease.fence
+    assert there(outcome.held).fence == outcome.fence_before == lease.fence
     assert outcome.fence_after is not None
     assert outcome.fence_after > lease.fence
     facts = told.once
@@ -191,8 +190,7 @@ def test_holder_is_asked_to_finish(key: str, alias: str) -> None:
     with distlock(key, backend=alias, ttl=60) as lease:
         outcome = request_stop(key, backend=alias, actor="Ada")
         assert outcome.result is Result.DONE
-        assert outcome.held is not None
-        assert outcome.held.state is State.STOP_REQUESTED
+        assert there(outcome.held).state is State.STOP_REQUESTED
         lease.extend()
         assert lease.stop_requested
     assert request_stop(key, backend=alias, actor="Ada").result is Result.NOTHING
@@ -213,10 +211,8 @@ def test_key_is_paused_and_resumed(key: str, alias: str) -> None:
     assert lock.try_acquire() is None
     view = show(key, alias)
     assert (view.held, view.fence) == (None, 0)
-    assert view.counter is not None
-    assert view.counter.paused_by == "Ada"
-    assert view.paused_until is not None
-    assert 590 < (view.paused_until - view.observed_at).total_seconds() <= 600
+    assert there(view.counter).paused_by == "Ada"
+    assert 590 < (there(view.paused_until) - view.observed_at).total_seconds() <= 600
     assert resume(key, backend=alias, **WHO).result is Result.DONE
     assert show(key, alias).paused_until is None
     with lock:
@@ -297,8 +293,7 @@ def test_all_who_share_a_key_are_shown(key: str, alias: str) -> None:
     with distlock(key, backend=alias, shared=True) as one:
         other = take(store, key, 60, holder=Holder(host="there"), permits=None)
         view = show(key, alias)
-        assert view.held is not None
-        assert view.held.state is State.SHARED
+        assert there(view.held).state is State.SHARED
         assert sorted(each.fence for each in view.sharing) == [one.fence, other.fence]
         assert {each["shared"] for each in view.as_json()["sharing"]} == {True}
         if store.distributed:
@@ -333,8 +328,7 @@ def test_latest_events_are_shown_the_last_first(key: str) -> None:
         )
     LockEvent.objects.create(backend="sqlite", key=key, kind="lost")
     view = show(key, "postgres")
-    assert view.events is not None
-    assert [each.reason for each in view.events] == [str(n) for n in range(11, 1, -1)]
+    assert [each.reason for each in there(view.events)] == [str(n) for n in range(11, 1, -1)]
     assert json.loads(json.dumps(view.as_json()))["events"][0]["kind"] == "lost"
 
 

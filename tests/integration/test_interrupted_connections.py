@@ -19,12 +19,10 @@ from django.db import connections, transaction
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core import budgets
 from django_distlock.core.errors import LockError
-from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
 from django_distlock.database import borrowing
 from django_distlock.handler import lock_backends
 from tests.contract.aliases import counted_alias, sessions
-from tests.contract.helpers import Later
+from tests.contract.helpers import Later, take
 from tests.contract.interrupting import TimeIsUp, alarms
 from tests.contract.locking import eventually
 from tests.interrupting import interrupt_after, interrupt_at
@@ -51,8 +49,7 @@ def store(path: str) -> Iterator[tuple[str, BaseLockBackend]]:
 
 def attempt(backend: BaseLockBackend, key: str) -> None:
     """Acquire a key and give it back, by one attempt each."""
-    grant = backend.acquire(key, new_token(), 30)
-    assert isinstance(grant, Grant)
+    grant = take(backend, key)
     backend.release(grant)
 
 

@@ -21,7 +21,7 @@ from django_distlock.inspection import prune_events, statistics, summary
 from django_distlock.models import FailedTask, LockEvent, StoredResponse
 from tests.backends import ADVISORY
 from tests.contract.aliases import locks_on
-from tests.contract.helpers import take
+from tests.contract.helpers import take, there
 from tests.contract.test_failures import OPERATIONS
 
 from .databases import Routed, ask, lock_and_release, migrate, role
@@ -63,8 +63,7 @@ def do_all(limited: str, **options: Any) -> None:
         assert backend.notes.get("done") == 7
         assert backend.cleanup(backend.clock()) >= 1
         grant = take(backend, "waited for")
-        note = backend.waiters.note("waited for", Holder(host="host"), 30)
-        assert note is not None
+        note = there(backend.waiters.note("waited for", Holder(host="host"), 30))
         assert len(backend.waiters.of("waited for")) == 1
         backend.waiters.drop("waited for", note)
         assert backend.release(grant) is True

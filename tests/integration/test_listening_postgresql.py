@@ -33,7 +33,7 @@ from tests.contract.aliases import (
     locks_on,
     sessions,
 )
-from tests.contract.helpers import Later, contend, prompt, take
+from tests.contract.helpers import Later, contend, prompt, take, there
 from tests.contract.locking import eventually
 from tests.poolers import pgbouncer
 from tests.processes import spawn
@@ -62,8 +62,7 @@ def listener() -> Iterator[DatabaseBackend]:
 
 def line_of(backend: DatabaseBackend) -> NotifyLine:
     """Return what listens."""
-    watch = listener_of(backend)._watch
-    assert watch is not None
+    watch = there(listener_of(backend)._watch)
     assert isinstance(watch.line, NotifyLine)
     return watch.line
 

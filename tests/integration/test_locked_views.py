@@ -40,7 +40,7 @@ from django_distlock.models import FenceCounter
 from django_distlock.signals import lock_bypassed
 from django_distlock.testing import lose_connection
 from django_distlock.views import LockedViewMixin, locked_view
-from tests.contract.helpers import Later, held
+from tests.contract.helpers import Later, held, there
 from tests.contract.locking import Heard, eventually, held_elsewhere
 from tests.shop.models import Row
 
@@ -273,8 +273,7 @@ def test_request_is_cut_to_the_room_that_is_left(left: int, shown: int | None, k
 
     @locked_view(key, metadata={"note": note})
     def view(request: HttpRequest) -> HttpResponse:
-        lease = current_lease()
-        assert lease is not None
+        lease = there(current_lease())
         assert lease.holder.metadata["note"] == note
         return JsonResponse({"request": lease.holder.metadata.get("request")})
 

@@ -32,7 +32,7 @@ from django_distlock.contrib.metrics.instruments import (
 from django_distlock.core.declarations import declared
 from django_distlock.core.keys import own_key
 from django_distlock.scheduling import scheduled
-from tests.contract.helpers import Later
+from tests.contract.helpers import Later, there
 from tests.contract.locking import eventually, held_elsewhere
 
 each_backend = pytest.mark.parametrize(
@@ -64,8 +64,7 @@ class Told:
 
     def points(self) -> dict[str, list[Any]]:
         """Return what is measured, by the name of the instrument."""
-        data = self._reader.get_metrics_data()
-        assert data is not None
+        data = there(self._reader.get_metrics_data())
         return {
             metric.name: list(metric.data.data_points)
             for resource in data.resource_metrics
@@ -162,8 +161,7 @@ def test_held_block_is_a_span_in_its_trace(key: str, alias: str, told: Told) -> 
     ):
         time.sleep(0.05)
     span = told.span("distlock.hold")
-    assert span.parent is not None
-    assert span.parent.span_id == work.get_span_context().span_id
+    assert there(span.parent).span_id == work.get_span_context().span_id
     attributes = dict(span.attributes or {})
     assert attributes.pop("distlock.held_for") == pytest.approx(0.05, abs=5)
     assert attributes == {
@@ -187,8 +185,7 @@ def test_span_of_asynchronous_code_has_its_parent(key: str, alias: str, told: To
 
     parent = asyncio.run(work())
     span = told.span("distlock.hold")
-    assert span.parent is not None
-    assert span.parent.span_id == parent
+    assert there(span.parent).span_id == parent
 
 
 def test_waiting_and_refusal_are_spans(key: str, told: Told) -> None:

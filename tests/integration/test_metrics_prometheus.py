@@ -38,7 +38,7 @@ from django_distlock.locks.no_lease import tell_requeued
 from django_distlock.process import event_log
 from django_distlock.scheduling import scheduled
 from django_distlock.testing import lose_connection
-from tests.contract.helpers import Later
+from tests.contract.helpers import Later, there
 from tests.contract.locking import eventually, held_elsewhere, take_away
 from tests.shop.models import Account
 
@@ -498,8 +498,7 @@ def test_oldest_holding_has_its_age_by_prefix(key: str, alias: str) -> None:
         least = (store.clock() - since).total_seconds()
         found = scraped.value("oldest_holding_seconds", backend=alias, prefix="a")
         most = (store.clock() - since).total_seconds()
-        assert found is not None
-        assert least <= found <= most
+        assert least <= there(found) <= most
         ages = scraped.text().count("distlock_oldest_holding_seconds{")
         prometheus.uninstall(scraped.registry)
     assert ages == 1
@@ -532,8 +531,7 @@ def test_schedule_that_nothing_starts_is_overdue(key: str, alias: str, awaited: 
     assert late() == 0, "a new one counts from now on"
     long_ago = store.clock() - timedelta(seconds=60 + 30 + 500)
     store.notes.put(name, int(long_ago.timestamp() * 1000), 3600)
-    found = late()
-    assert found is not None
+    found = there(late())
     assert 500 <= found < 560
     assert (asyncio.run(tick()) if awaited else tick()) == "done"
     assert late() == 0

@@ -20,6 +20,7 @@ from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
 from django_distlock.models import FenceCounter
 from tests.contract.aliases import alias_like, locks_on
+from tests.contract.helpers import there
 
 from .databases import (
     APP,
@@ -244,8 +245,7 @@ def _ask_everything(alias: str) -> None:
     assert [record.key for record in backend.list("invoice").records] == [key]
     assert backend.request_stop(key) is not None
     assert backend.request_stop(key, 20) is not None
-    note = backend.waiters.note(key, Holder(host="somewhere"), 30)
-    assert note is not None
+    note = there(backend.waiters.note(key, Holder(host="somewhere"), 30))
     assert [each.holder.host for each in backend.waiters.of(key)] == ["somewhere"]
     backend.waiters.drop(key, note)
     assert backend.release(grant, 10) is True
