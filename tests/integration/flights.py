@@ -17,6 +17,7 @@ from tests.shop.models import Row
 def ask(key: str, threads: int, backend: str) -> list[Any]:
     """Let many threads ask for a cold key at once; return what they got."""
     caches["shared"].get(key)
+    print("ready")
     start = threading.Barrier(threads)
 
     def compute() -> dict[str, int]:

@@ -27,7 +27,7 @@ from django_distlock.database import connections as distlock_connections
 from django_distlock.handler import lock_backends
 from django_distlock.signals import lock_lost
 from tests.backends import ADVISORY
-from tests.contract.aliases import alias_like
+from tests.contract.aliases import alias_like, in_a_fork
 from tests.contract.helpers import Later, at_once, contend, extend, held, prompt, take, there
 from tests.contract.interrupting import interrupt_at, strike_again_and_again
 from tests.contract.locking import Heard, eventually
@@ -485,26 +485,22 @@ def fork(key: str) -> dict[str, Any]:
     backend = lock_backends["advisory"]
     grant, spare = take(backend, key), take(backend, f"{key}-spare")
     backend.release(spare)
-    reads, writes = os.pipe()
-    if os.fork() == 0:
-        for connection in connections.all(initialized_only=True):
-            connection.connection = None
+
+    def look() -> dict[str, Any]:
         own = take(backend, f"{key}-child")
-        said = [
-            backend.extend(grant),
-            backend.release(grant),
-            backend.is_cut_off(grant),
-            backend.release(own),
-        ]
-        os.write(writes, repr(said).encode())
-        os._exit(0)
-    os.wait()
-    os.close(writes)
-    with os.fdopen(reads) as pipe:
-        child = eval(pipe.read())
+        return {
+            "child": [
+                backend.extend(grant),
+                backend.release(grant),
+                backend.is_cut_off(grant),
+                backend.release(own),
+            ]
+        }
+
+    said, _status = in_a_fork(look)
     parent = [
         isinstance(backend.extend(grant), Grant),
         held(backend, key).fence == grant.fence,
         backend.release(grant),
     ]
-    return {"child": child, "parent": parent}
+    return {**said, "parent": parent}

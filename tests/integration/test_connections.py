@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import socket
 import sys
 import threading
@@ -30,10 +29,10 @@ from django_distlock.database.borrowing import is_readable
 from django_distlock.handler import lock_backends
 from django_distlock.models import FenceCounter, HeldLock
 from tests.contract.aliases import (
-    abandon_connections,
     alias_like,
     counted_alias,
     cut,
+    in_a_fork,
     locks_on,
     session_of,
     sessions,
@@ -398,35 +397,24 @@ def fork_and_lock(key: str, path: str) -> dict[str, Any]:
         fences = [lock_inside(using, lock)]
         before = sessions(using)
         connections[PATHS[path][0]].close()
-        reads, writes = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reads)
-            _be_the_child(using, backend, key, writes, before)
-        os.close(writes)
-        with os.fdopen(reads) as pipe:
-            fence, own = pipe.read().split()
-        _pid, status = os.waitpid(child, 0)
+
+        def be_the_child() -> dict[str, Any]:
+            gc.collect()
+            fence = lock_inside(using, distlock(f"{key}:child", backend=backend, wait=0))
+            said = {"fence": fence, "own": len(sessions(using) - before) == 2}
+            connections.close_all()
+            return said
+
+        # It ends as an interpreter does.
+        child, status = in_a_fork(be_the_child, at_once=False)
         after = sessions(using)
         fences.append(lock_inside(using, lock))
     return {
         "before": sorted(before),
         "after": sorted(after),
         "fences": fences,
-        "child": {"fence": int(fence), "own": own == "True", "status": status},
+        "child": {**child, "status": status},
     }
-
-
-def _be_the_child(using: str, backend: str, key: str, writes: int, parents: set[int]) -> None:
-    """Lock in a transaction, and end as an interpreter does."""
-    abandon_connections()
-    gc.collect()
-    fence = lock_inside(using, distlock(f"{key}:child", backend=backend, wait=0))
-    mine = sessions(using) - parents
-    os.write(writes, f"{fence} {len(mine) == 2}".encode())
-    os.close(writes)
-    connections.close_all()
-    sys.exit(0)
 
 
 # Isolation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -21,7 +22,7 @@ from django_distlock.core.errors import FenceRejected
 from django_distlock.core.fences import FENCE_MAX
 from django_distlock.fencing.redis import FencedValue
 from django_distlock.fencing.rejecting import Fence
-from tests.contract.helpers import at_once
+from tests.contract.helpers import at_once, race
 from tests.contract.redis_clients import close, cluster_url, single_url
 from tests.keeper import free_port
 from tests.processes import spawn
@@ -275,16 +276,11 @@ LAST = 300
 def test_no_lower_fence_lands_behind_a_higher_one(key: str, where: str) -> None:
     """Four processes read and write with fences that mostly rise; the order is right throughout."""
     target = "tests.integration.test_fenced_redis:write_rising"
-    workers = [spawn(target, where, key, seed) for seed in range(4)]
-    try:
+    with ExitStack() as stack:
+        workers = [stack.enter_context(spawn(target, where, key, seed)) for seed in range(4)]
         for worker in workers:
             worker.wait_for("ready", timeout=60)
-        for worker in workers:
-            worker.send("go")
-        histories = [[Attempt(*each) for each in worker.result(timeout=60)] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
+        histories = [[Attempt(*each) for each in history] for history in race(workers, 60)]
     together = [each for history in histories for each in history]
     assert wrong(together) == []
     assert {each.passed for each in together} == {True, False}

@@ -38,7 +38,7 @@ from django_distlock import (
 from django_distlock.core.declarations import Kind, declarations, declared
 from django_distlock.core.keys import OWN_MARKER, own_key
 from django_distlock.testing import lose_connection
-from tests.contract.helpers import Later, prompt, there
+from tests.contract.helpers import Later, crew, prompt, there
 from tests.contract.locking import Heard, eventually, take_away
 from tests.interrupting import interrupt_at
 from tests.processes import spawn
@@ -123,12 +123,8 @@ def followers(fly: Callable[[], Any], many: int) -> list[Later[Any]]:
 @pytest.mark.parametrize("backend", ["postgres", "redis"])
 def test_many_threads_of_processes_compute_once(key: str, backend: str) -> None:
     """200 threads in 4 processes, and a cold key: one row is written, and all get its value."""
-    askers = [spawn("tests.integration.flights:ask", key, 50, backend) for _ in range(4)]
-    try:
+    with crew(4, "tests.integration.flights:ask", key, 50, backend) as askers:
         got = [value for each in askers for value in each.result(60)]
-    finally:
-        for each in askers:
-            each.kill()
     assert got == [{"rows": 1}] * 200
     assert Row.objects.filter(name=key).count() == 1
 
