@@ -90,6 +90,19 @@ class Work:
             raise result
         return result
 
+    def started(self, ask: Callable[..., Any], *args: Any, **how: Any) -> Later[Any]:
+        """Let somebody ask for it, and return when it has begun."""
+        first = Later(ask, *args, **how)
+        assert self.begun.wait(10)
+        return first
+
+    def shared(self, ask: Callable[[], Any], many: int) -> list[Later[Any]]:
+        """Let somebody ask for it, and others follow, until it ends; return all of them."""
+        first = self.started(ask)
+        those = followers(ask, many)
+        self.end.set()
+        return [first, *those]
+
     @classmethod
     def quick(cls, *results: Any) -> Work:
         """Return one that ends at once."""
@@ -132,8 +145,7 @@ def test_many_threads_of_processes_compute_once(key: str, backend: str) -> None:
 def test_others_of_the_process_wait_for_one(fly: Callable[..., Any], key: str) -> None:
     """And ask the store of the locks nothing."""
     work = Work([1])
-    first = Later(fly, key, work, timeout=60)
-    assert work.begun.wait(10)
+    first = work.started(fly, key, work, timeout=60)
     with lose_connection("memory"):
         those = followers(lambda: fly(key, work, timeout=60), 20)
         assert not any(each._future.done() for each in those)
@@ -282,11 +294,7 @@ def test_cache_that_keeps_nothing_costs_one_run_for_all_who_wait(key: str) -> No
     """A value that is too large for memcached, say: who waits gets it all the same."""
     work = Work("value")
     ask = functools.partial(single_flight, key, work, timeout=60, cache="nothing", backend="memory")
-    first = Later(ask)
-    assert work.begun.wait(10)
-    those = followers(ask, 10)
-    work.end.set()
-    assert [each.result() for each in (first, *those)] == ["value"] * 11
+    assert [each.result() for each in work.shared(ask, 10)] == ["value"] * 11
     assert work.runs == 1
 
 
@@ -294,10 +302,7 @@ def test_value_that_cannot_travel_is_for_who_computed_it(key: str) -> None:
     """Where the cache does not mind. Those who wait compute their own."""
     work = Work(threading.Lock(), "value")
     ask = functools.partial(single_flight, key, work, timeout=60, cache="nothing", backend="memory")
-    first = Later(ask)
-    assert work.begun.wait(10)
-    (other,) = followers(ask, 1)
-    work.end.set()
+    first, other = work.shared(ask, 1)
     assert first.result() is work._results[0]
     assert other.result() == "value"
 
@@ -315,8 +320,7 @@ def test_stale_value_is_given_while_one_computes(fly: Callable[..., Any], key: s
     """To others of the process, and to other processes: none of them waits."""
     aged(key, "old")
     work = Work("new")
-    first = Later(fly, key, work, timeout=60, stale=60)
-    assert work.begun.wait(10)
+    first = work.started(fly, key, work, timeout=60, stale=60)
     with prompt():
         assert fly(key, work, timeout=60, stale=60) == "old"
     # As another process, which has no flight of ours.
@@ -356,12 +360,8 @@ def test_value_that_somebody_deleted_is_not_stale_but_gone(
 def test_error_reaches_those_who_wait(fly: Callable[..., Any], key: str) -> None:
     """Each of them gets one of its own, and who comes later computes."""
     work = Work(ConnectionResetError(54, "away"), "value")
-    first = Later(fly, key, work, timeout=60)
-    assert work.begun.wait(10)
-    those = followers(lambda: fly(key, work, timeout=60), 5)
-    work.end.set()
     errors = []
-    for each in (first, *those):
+    for each in work.shared(lambda: fly(key, work, timeout=60), 5):
         with pytest.raises(ConnectionResetError, match="away") as caught:
             each.result()
         errors.append(caught.value)
@@ -374,10 +374,7 @@ def test_error_that_nobody_minds_is_of_one(fly: Callable[..., Any], key: str) ->
     """With "compute", the next one of those who wait computes."""
     work = Work(ConnectionResetError("away"), "value")
     ask = functools.partial(fly, key, work, timeout=60, on_error="compute")
-    first = Later(ask)
-    assert work.begun.wait(10)
-    those = followers(ask, 5)
-    work.end.set()
+    first, *those = work.shared(ask, 5)
     with pytest.raises(ConnectionResetError):
         first.result()
     assert [each.result() for each in those] == ["value"] * 5
@@ -423,10 +420,7 @@ def test_error_that_cannot_travel_is_told(key: str) -> None:
     """As a `LockError`; who computed gets its own."""
     work = Work(Odd(1, two=2))
     ask = functools.partial(single_flight, key, work, timeout=60, backend="memory")
-    first = Later(ask)
-    assert work.begun.wait(10)
-    (other,) = followers(ask, 1)
-    work.end.set()
+    first, other = work.shared(ask, 1)
     with pytest.raises(Odd):
         first.result()
     with pytest.raises(LockError, match="was not computed: Odd: 1 and 2"):
@@ -490,8 +484,7 @@ def test_error_of_the_cache_is_raised(
 def test_wait_has_an_end(fly: Callable[..., Any], key: str) -> None:
     """For others of the process, and for other processes."""
     work = Work("value")
-    first = Later(fly, key, work, timeout=60)
-    assert work.begun.wait(10)
+    first = work.started(fly, key, work, timeout=60)
     with prompt(0.2, least=0.2), pytest.raises(LockNotAcquired, match="in this process"):
         fly(key, work, timeout=60, wait=0.2)
     with prompt(0.2, least=0.2), pytest.raises(LockNotAcquired):
@@ -514,8 +507,7 @@ def test_flight_that_nobody_lands_is_followed_once(fly: Callable[..., Any], key:
 def test_conflict_may_be_run(fly: Callable[..., Any], key: str) -> None:
     """Then the value is computed twice, which is told."""
     work = Work("value")
-    first = Later(fly, key, work, timeout=60)
-    assert work.begun.wait(10)
+    first = work.started(fly, key, work, timeout=60)
     name = own_key(f"flight:{key}@default")
     quick = Work.quick("quick")
     for told in (1, 2):
@@ -647,8 +639,7 @@ def test_follower_that_is_interrupted_gets_what_was_raised(key: str) -> None:
     for step in range(1, 60):
         work = Work("value")
         ask = functools.partial(single_flight, f"{key}:{step}", work, timeout=60, backend="memory")
-        first = Later(ask)
-        assert work.begun.wait(10)
+        first = work.started(ask)
         threading.Timer(0.01, work.end.set).start()
         interrupt_at(step, ask, "threading", "concurrent")
         work.end.set()
@@ -658,8 +649,7 @@ def test_follower_that_is_interrupted_gets_what_was_raised(key: str) -> None:
 def test_fork_follows_no_flight_of_its_parent(key: str) -> None:
     """Nobody would land it there."""
     work = Work("parent's")
-    first = Later(functools.partial(single_flight, key, work, timeout=60, backend="memory"))
-    assert work.begun.wait(10)
+    first = work.started(functools.partial(single_flight, key, work, timeout=60, backend="memory"))
     child = os.fork()
     if child == 0:
         os._exit(7 if flights._flights == {} else 1)
@@ -680,11 +670,8 @@ def test_store_that_is_away_keeps_nobody_from_computing(
         lose_connection("memory"),
         Heard(signals.lock_bypassed, own_key(f"flight:{key}@default")) as heard,
     ):
-        first = Later(fly, key, work, timeout=60)
-        assert work.begun.wait(10)
-        those = followers(lambda: fly(key, work, timeout=60), 5)
-        work.end.set()
-        assert {each.result() for each in (first, *those)} == {"value"}
+        those = work.shared(lambda: fly(key, work, timeout=60), 5)
+        assert {each.result() for each in those} == {"value"}
     assert work.runs == 1
     assert heard.once["alias"] == "memory"
     assert heard.once["waited"] < 5
