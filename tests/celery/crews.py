@@ -71,6 +71,11 @@ class Crew:
         self.until(lambda: result.state in ENDS, f"{result.id} has ended", timeout)
         return str(result.state)
 
+    def let_go(self, *results: AsyncResult[Any]) -> None:
+        """Let bodies go on that wait for it; wait until these tasks have succeeded."""
+        self.stage.open("go")
+        assert [self.outcome(each) for each in results] == ["SUCCESS"] * len(results)
+
     def is_taken(self, key: str = "") -> bool:
         """Ask the store whether anybody holds the key."""
         return taken(distlock(key or self.key, backend=self.store))

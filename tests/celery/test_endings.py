@@ -27,8 +27,7 @@ def test_success(prefork: Crew) -> None:
     result = prefork.send("early", "wait go")
     assert prefork.begun()["lease"] == prefork.key
     assert prefork.is_taken()
-    prefork.stage.open("go")
-    assert prefork.outcome(result) == "SUCCESS"
+    prefork.let_go(result)
     prefork.becomes_free()
 
 
@@ -113,8 +112,7 @@ def test_soft_time_limit_with_work_left(prefork: Crew) -> None:
     result = prefork.send("early", "clean_up go", soft_time_limit=1)
     prefork.until(lambda: bool(prefork.stage.told("limited")), "the limit")
     assert prefork.stays_taken(1)
-    prefork.stage.open("go")
-    assert prefork.outcome(result) == "SUCCESS"
+    prefork.let_go(result)
     prefork.becomes_free()
 
 
@@ -150,8 +148,7 @@ def test_hold(prefork: Crew, name: str) -> None:
     result = prefork.send(name, "wait go")
     prefork.begun()
     granted_at = prefork.record().acquired_at
-    prefork.stage.open("go")
-    assert prefork.outcome(result) == "SUCCESS"
+    prefork.let_go(result)
     prefork.becomes_free()
     assert datetime.now(UTC) - granted_at >= timedelta(seconds=SHORT)
 
@@ -194,8 +191,7 @@ def test_c15_shutdown_that_waits_for_nobody(
             wait_until_ready(home, successor)
             crew.begun(2)
             assert crew.is_taken()
-            crew.stage.open("go")
-            assert crew.outcome(result) == "SUCCESS"
+            crew.let_go(result)
         finally:
             successor.kill()
         assert not crew.stage.told("overlapped")

@@ -80,8 +80,7 @@ def test_full_backlog_raises(prefork: Crew) -> None:
             prefork.send("bounded", "tell one too many")
         assert caught.value.code == "backlog_full"
     assert len(places(prefork)) == 2
-    prefork.stage.open("go")
-    assert [prefork.outcome(each) for each in (first, *waiting)] == ["SUCCESS"] * 3
+    prefork.let_go(first, *waiting)
     no_place_is_left(prefork)
     assert prefork.outcome(prefork.send("bounded")) == "SUCCESS"
     assert not prefork.stage.told("overlapped", "one too many")
@@ -114,8 +113,7 @@ def test_full_backlog_replaces_the_oldest(prefork: Crew) -> None:
     prefork.begun()
     sent = [prefork.send("bounded_replace", f"tell number {number}") for number in range(5)]
     assert len(places(prefork)) == 2
-    prefork.stage.open("go")
-    assert [prefork.outcome(each) for each in (first, *sent)] == ["SUCCESS"] * 6
+    prefork.let_go(first, *sent)
     told = sorted(each["event"] for each in prefork.stage.told("number 0", "number 1", "number 2"))
     assert told == []
     assert len(prefork.stage.told("number 3", "number 4")) == 2
@@ -130,8 +128,7 @@ def test_unique_call_that_finds_no_place_is_not_queued(prefork: Crew) -> None:
     waiting = [prefork.send("bounded_unique", f"tell {number}") for number in "ab"]
     assert prefork.send("bounded_unique", "tell a").id == waiting[0].id
     assert prefork.send("bounded_unique", "tell c").get()["why"] == "backlog_full"
-    prefork.stage.open("go")
-    assert [prefork.outcome(each) for each in (first, *waiting)] == ["SUCCESS"] * 3
+    prefork.let_go(first, *waiting)
     assert prefork.outcome(prefork.send("bounded_unique", "tell c")) == "SUCCESS"
     assert [len(prefork.stage.told(each)) for each in "abc"] == [1, 1, 1]
     no_place_is_left(prefork)

@@ -74,8 +74,7 @@ def test_c5_task_that_arrives_while_it_runs_waits(
     crew.until(lambda: bool(worker.said().count(seen) >= 2 or began(crew) > 1), "it has come again")
     assert began(crew) <= 1, "a task ran twice"
     assert crew.is_taken()
-    crew.stage.open("go")
-    assert crew.outcome(result) == "SUCCESS"
+    crew.let_go(result)
     time.sleep(AGAIN)
     assert began(crew) <= 1, "a task ran twice"
     assert len(crew.stage.told("ended")) == 1
@@ -105,8 +104,7 @@ def test_replacement_behind_a_retry_runs(
     crew = crew_of(worker, sender)
     result = crew.send("late", "retry 0", "replace go")
     crew.until(lambda: f"{result.id} was redelivered and" in worker.said(), "it waits for the run")
-    crew.stage.open("go")
-    assert crew.outcome(result) == "SUCCESS"
+    crew.let_go(result)
     assert crew.stage.told("replaced")
 
 
@@ -120,8 +118,7 @@ def test_delivery_of_a_run_that_has_ended_runs_nothing(
         crew.begun()
         # The child goes on; what acknowledges its work stands still, and then dies.
         crew.worker.signal("STOP")
-        crew.stage.open("go")
-        assert crew.outcome(result) == "SUCCESS"
+        crew.let_go(result)
         crew.becomes_free()
         crew.becomes_free(crew.claim)
         before = _stored(crew.app, result.id)

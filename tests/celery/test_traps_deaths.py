@@ -44,8 +44,7 @@ def test_c4_killed_child_of_a_task_that_runs_again(on_each_store: list[Crew]) ->
     assert on_each_store[0].stays_taken(4)
     for crew, result in zip(on_each_store, sent, strict=True):
         assert crew.is_taken()
-        crew.stage.open("go")
-        assert crew.outcome(result) == "SUCCESS"
+        crew.let_go(result)
         assert crew.stage.told("held")
         crew.becomes_free()
         assert not crew.stage.told("overlapped")
@@ -109,8 +108,7 @@ def test_c6_killed_worker_loses_no_task(rabbitmq: Broker, hire: Hire) -> None:
             crew.worker.kill()
             crew.begun(2)
             assert crew.is_taken()
-            crew.stage.open("go")
-            assert crew.outcome(result) == "SUCCESS"
+            crew.let_go(result)
             assert result.result["lease"] == crew.key
             assert len(crew.stage.told("began")) == 2
             assert not crew.stage.told("overlapped")

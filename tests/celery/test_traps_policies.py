@@ -128,8 +128,7 @@ def test_c2_waiting_in_the_queue_is_seen(prefork: Crew) -> None:
         assert all(each.is_retrying for each in seen.values())
     prefork.begun()
     assert waits().retrying <= 1
-    prefork.stage.open("go")
-    assert [prefork.outcome(each) for each in results] == ["SUCCESS"] * 2
+    prefork.let_go(*results)
     assert waits() == Waits()
 
 
@@ -263,8 +262,7 @@ def test_c17_a_child_runs_under_the_lease_of_its_parent(prefork: Crew) -> None:
     assert parent["fence"] == child["fence"] is not None
     # The end of the child is not the end of the lease.
     assert prefork.is_taken()
-    prefork.stage.open("go")
-    assert prefork.outcome(result) == "SUCCESS"
+    prefork.let_go(result)
     assert prefork.stage.told("held")
     prefork.becomes_free()
 
@@ -276,8 +274,7 @@ def test_c17_replacement_inherits_nothing(prefork: Crew) -> None:
     waits = f"{result.id} was redelivered and waits"
     replaced = partial(prefork.stage.told, "replaced")
     prefork.until(lambda: waits in prefork.worker.said() or bool(replaced()), "it has come")
-    prefork.stage.open("go")
-    assert prefork.outcome(result) == "SUCCESS"
+    prefork.let_go(result)
     assert replaced()
     assert not prefork.stage.told("overlapped")
 
@@ -286,8 +283,7 @@ def test_c17_nothing_is_inherited_unasked(prefork: Crew) -> None:
     """Without `inherit`, a child of the same key meets its parent as anybody would."""
     result = prefork.send("not_inherited", f"send {prefork.store}.not_inherited", "wait go")
     prefork.until(lambda: bool(prefork.stage.told("refused")), "the child is refused")
-    prefork.stage.open("go")
-    assert prefork.outcome(result) == "SUCCESS"
+    prefork.let_go(result)
     assert not prefork.stage.told("child", "overlapped")
 
 

@@ -33,8 +33,7 @@ def test_calls_from_the_running_body_are_queued_once(prefork: Crew, name: str) -
     prefork.until(lambda: prefork.is_taken(prefork.claim), "one is queued")
     prefork.until(lambda: bool(prefork.stage.told("refused", "child")), "it has met the run")
     assert not prefork.stage.told("child")
-    prefork.stage.open("go")
-    assert prefork.outcome(result) == "SUCCESS"
+    prefork.let_go(result)
     ended(prefork, 2)
     prefork.becomes_free(prefork.claim)
     assert len(prefork.stage.told("child")) == 1
@@ -49,8 +48,7 @@ def test_call_amid_a_run_is_queued_once(prefork: Crew, name: str) -> None:
     assert len({each.id for each in later}) == 1
     assert later[0].id != first.id
     prefork.until(lambda: bool(prefork.stage.told("refused", "later")), "it has met the run")
-    prefork.stage.open("go")
-    assert [prefork.outcome(each) for each in (first, later[0])] == ["SUCCESS"] * 2
+    prefork.let_go(first, later[0])
     ended(prefork, 2)
     assert len(prefork.stage.told("later")) == 1
     assert not prefork.is_taken(prefork.claim)
@@ -77,8 +75,7 @@ def test_killed_run_comes_again(prefork: Crew, *, is_begun: bool) -> None:
         prefork.begun()
         later = prefork.send("started_late")
         assert later.id != first.id
-        prefork.stage.open("go")
-        assert prefork.outcome(later) == "SUCCESS"
+        prefork.let_go(later)
     assert prefork.outcome(first) == "SUCCESS"
     ended(prefork, 2 if is_begun else 1)
     assert (
@@ -108,8 +105,7 @@ def test_runs_side_by_side_if_asked_to(prefork: Crew) -> None:
     results.append(prefork.send("started_beside", "wait go"))
     assert len({each.id for each in results}) == 3
     prefork.begun(3)
-    prefork.stage.open("go")
-    assert [prefork.outcome(each) for each in results] == ["SUCCESS"] * 3
+    prefork.let_go(*results)
 
 
 def test_retry_is_queued_as_others_are(prefork: Crew) -> None:
