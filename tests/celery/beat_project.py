@@ -73,11 +73,7 @@ if "DISTLOCK_TEST_BEAT_ONCE" in os.environ:
     }
 else:
     app.conf.beat_schedule = {
-        "note": {
-            "task": "beats.note",
-            "schedule": Grid(EVERY),
-            "args": [BeatLazyFunc(time.time)],
-        },
+        "note": {"task": "beats.note", "schedule": Grid(EVERY), "args": [BeatLazyFunc(time.time)]},
         # Something else on the heap, which is never due.
         "yearly": {"task": "beats.note", "schedule": 365 * 86400.0, "args": [0]},
     }

@@ -60,8 +60,7 @@ _act("retry_for_a_second", {}, on_conflict="retry", retry=SOON, max_wait=1)
 _act("hold", {}, ttl=SHORT, hold=True)
 _act("min_hold", {}, min_hold=SHORT)
 _act(
-    "auto",
-    {"autoretry_for": (ConnectionError,), "retry_backoff": False, "default_retry_delay": 1},
+    "auto", {"autoretry_for": (ConnectionError,), "retry_backoff": False, "default_retry_delay": 1}
 )
 _act("inherited", {}, inherit=True, on_conflict="raise")
 _act("not_inherited", {}, inherit=False, on_conflict="raise")

@@ -220,10 +220,7 @@ def beat_in_a_thread() -> bool:
 
     ran = HOME / "ran"
     service = EmbeddedService(
-        app,
-        thread=True,
-        schedule_filename=str(HOME / "schedule"),
-        scheduler_cls=OURS,
+        app, thread=True, schedule_filename=str(HOME / "schedule"), scheduler_cls=OURS
     )
     service.start()
     eventually(lambda: ran.exists() and len(ran.read_text().splitlines()) >= 2, "two ticks")

@@ -181,9 +181,7 @@ def test_clock_that_was_ahead_silences_nobody(
     assert f"the one on {socket.gethostname()} sent 'a'" in said[0].getMessage()
 
 
-def test_tick_that_was_sent_early_is_not_sent_again(
-    make: Callable[..., DistlockScheduler],
-) -> None:
+def test_tick_that_was_sent_early_is_not_sent_again(make: Callable[..., DistlockScheduler]) -> None:
     """A nightly job ran before its time: tonight's was that, and tomorrow's is not waived."""
     beat = make("a")
     soon = datetime.now(UTC) + timedelta(minutes=3)

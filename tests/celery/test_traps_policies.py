@@ -45,10 +45,7 @@ def test_c1_chord_goes_on_behind_a_skipped_task(prefork: Crew) -> None:
     """Its body gets the marker in place of a result, which names the holder."""
     other = f"{prefork.key}:other"
     with held_elsewhere(lock_of(prefork)):
-        header = [
-            prefork.signature("early"),
-            prefork.task("early").si(other).set(**prefork.to()),
-        ]
+        header = [prefork.signature("early"), prefork.task("early").si(other).set(**prefork.to())]
         end = prefork.task("collect").s(prefork.key).set(**prefork.to())
         result = chord(header, app=prefork.app)(end)
         assert prefork.outcome(result) == "SUCCESS"

@@ -16,11 +16,7 @@ from tests.contract.aliases import DATABASE, alias_like
 
 from .databases import APP, Routed
 
-EVERY = {
-    DATABASE: {"using": "default"},
-    MEMORY: {},
-    REDIS: {"url": "redis://127.0.0.1:1/0"},
-}
+EVERY = {DATABASE: {"using": "default"}, MEMORY: {}, REDIS: {"url": "redis://127.0.0.1:1/0"}}
 
 
 def found(distlock: dict[str, Any], *, deploy: bool = False) -> dict[str, str]:

@@ -49,10 +49,7 @@ def test_nothing_is_said_outside_of_uwsgi() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        [],
-        ["--master", "--processes", "2", "--lazy-apps"],
-    ],
+    [[], ["--master", "--processes", "2", "--lazy-apps"]],
     ids=lambda arguments: " ".join(arguments) or "default",
 )
 def test_threads_that_run_are_nothing_to_warn_of(tmp_path: Path, arguments: list[str]) -> None:

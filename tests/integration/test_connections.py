@@ -489,11 +489,7 @@ def _sessions_in(database: str) -> int:
     ("kind", "times"), [("functions", 50), ("orm", 15), ("mariadb", 15), ("sqlite", 15)]
 )
 def test_many_locks_leave_nothing(
-    request: pytest.FixtureRequest,
-    key: str,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    times: int,
+    request: pytest.FixtureRequest, key: str, monkeypatch: pytest.MonkeyPatch, kind: str, times: int
 ) -> None:
     """Behind 1000 locks from 20 threads there is no session, no thread, no file and no record."""
     monkeypatch.setattr(distlock_connections, "IDLE_SECONDS", 0.3)

@@ -267,10 +267,7 @@ def test_refresh_is_told_apart_alike_by_all_workers(
 def test_backend_that_is_down_is_told(browser: Client, key: str) -> None:
     """Its error is on the page, beside what the others hold, and which nobody sees all of."""
     take("postgres", key)
-    down = {
-        "down": DEAD,
-        "wrong": {"BACKEND": REDIS, "OPTIONS": {"unheard_of": 1}},
-    }
+    down = {"down": DEAD, "wrong": {"BACKEND": REDIS, "OPTIONS": {"unheard_of": 1}}}
     seen = {each: settings.DISTLOCK[each] for each in ("postgres", "memory")}
     with override_settings(DISTLOCK={**seen, **down}):
         text = page(browser, begins=key)

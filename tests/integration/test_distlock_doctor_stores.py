@@ -23,13 +23,7 @@ from django_distlock import LockError, lock_backends
 from django_distlock.conf import table
 from django_distlock.core.pages import page
 from django_distlock.inspection import diagnosis
-from django_distlock.inspection.diagnosis import (
-    Mark,
-    answers,
-    diagnose,
-    has_lost,
-    look_for_loss,
-)
+from django_distlock.inspection.diagnosis import Mark, answers, diagnose, has_lost, look_for_loss
 from django_distlock.inspection.diagnosis.findings import Notes, told
 from django_distlock.process.host import current_holder
 from tests.backends import ADVISORY, MEMORY

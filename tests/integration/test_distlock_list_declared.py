@@ -125,11 +125,7 @@ BROKEN = {
         """,
 }
 #: Settings of stores that do not answer: what is declared does not depend on what is held.
-STORE = {
-    "BACKEND": "django_distlock.backends.database.DatabaseBackend",
-    "TTL": 20,
-    "WAIT": 4,
-}
+STORE = {"BACKEND": "django_distlock.backends.database.DatabaseBackend", "TTL": 20, "WAIT": 4}
 SETTINGS: dict[str, Any] = {
     "DATABASES": {
         "default": {"ENGINE": "django.db.backends.postgresql", "HOST": "127.0.0.1", "PORT": "1"}

@@ -46,10 +46,7 @@ def test_deployments_migrate_an_empty_database_at_once(
 
 
 def test_makes_our_tables_alone_and_up_to_date(
-    empty: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of many at once one does; `migrate` knows that ours are applied. So it is of an upgrade."""
     caplog.set_level(logging.WARNING, "django_distlock")

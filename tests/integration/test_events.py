@@ -328,10 +328,7 @@ def test_missing_table_is_logged_once(
         migrate(empty)
         lose(key)
         assert row(key, empty).fence == 7
-    with (
-        alias_like("default", HOST="127.0.0.1", PORT="1") as away,
-        told_once(away, key, caplog),
-    ):
+    with alias_like("default", HOST="127.0.0.1", PORT="1") as away, told_once(away, key, caplog):
         pass
     # What happens to locks of one process is no row.
     lose(key, sender=MemoryBackend)

@@ -30,8 +30,7 @@ def signed_by_hand(text: str, key: str = "only for tests") -> str:
 
 @pytest.mark.parametrize("fence", [7, FENCE_MAX])
 @pytest.mark.parametrize(
-    "key",
-    ["invoice:42", "a;b;c", "100 % é🔒/?#\n", "\x01", ";", "%3B", "🔒" * 128, "a, b: c"],
+    "key", ["invoice:42", "a;b;c", "100 % é🔒/?#\n", "\x01", ";", "%3B", "🔒" * 128, "a, b: c"]
 )
 def test_any_key_comes_through(key: str, fence: int) -> None:
     """What is sent is plain ASCII, with the key, the fence and a signature."""

@@ -15,11 +15,7 @@ from django.test import override_settings
 from django.test.utils import isolate_apps
 
 from django_distlock import FenceRejected, LockUsageError
-from django_distlock.checks.fencing import (
-    check_base_managers,
-    check_fence_floor,
-    check_fence_keys,
-)
+from django_distlock.checks.fencing import check_base_managers, check_fence_floor, check_fence_keys
 from django_distlock.fencing import Fence, FencedModel
 from django_distlock.fencing.keys import KeyTemplate
 from tests.backends import MEMORY

@@ -119,10 +119,7 @@ def test_update_is_all_or_nothing(using: str, key: str, atomic: bool) -> None:
         accounts(using, key).fenced(OLD).update(value=F("value") + 1)
     assert refused(caught.value, rows[1])
     assert [stored(each)[0] for each in rows] == [1, 1, 1]
-    with (
-        in_transaction(using, wanted=atomic),
-        CaptureQueriesContext(connections[using]) as queries,
-    ):
+    with in_transaction(using, wanted=atomic), CaptureQueriesContext(connections[using]) as queries:
         assert accounts(using, key).fenced(NEW).update(value=F("value") + 1) == 3
     assert len([each for each in queries if "UPDATE" in each["sql"]]) == 1
     assert [stored(each) for each in rows] == [(2, 6)] * 3
@@ -216,11 +213,7 @@ def test_what_cannot_be_fenced_is_refused(using: str, key: str) -> None:
         rows.fenced(NEW).values_list("value")
     with pytest.raises(LockUsageError, match="union"):
         list(rows.fenced(NEW).union(rows.fenced(NEW)))
-    conflicts: Any = {
-        "update_conflicts": True,
-        "unique_fields": ["id"],
-        "update_fields": ["value"],
-    }
+    conflicts: Any = {"update_conflicts": True, "unique_fields": ["id"], "update_fields": ["value"]}
     with pytest.raises(LockUsageError, match="bulk_update"):
         rows.fenced(NEW).bulk_create([Account(pk=row.pk)], **conflicts)
     assert stored(row) == (1, 0)

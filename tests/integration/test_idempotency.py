@@ -22,13 +22,7 @@ import rest_framework.views
 from django.contrib.auth.models import AnonymousUser, User
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db import IntegrityError, connections, transaction
-from django.http import (
-    HttpRequest,
-    HttpResponse,
-    JsonResponse,
-    QueryDict,
-    StreamingHttpResponse,
-)
+from django.http import HttpRequest, HttpResponse, JsonResponse, QueryDict, StreamingHttpResponse
 from django.template.response import TemplateResponse
 from django.test import Client, RequestFactory, override_settings
 from django.test.client import encode_multipart

@@ -325,10 +325,7 @@ def test_d21_wake_ups_behind_pgbouncer(
     server_functions: bool, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """D21: one warning, and polling; or NOTIFY through the pooler, LISTEN by a direct alias."""
-    with (
-        pgbouncer(default_pool_size=1) as address,
-        alias_like("default", **address) as using,
-    ):
+    with pgbouncer(default_pool_size=1) as address, alias_like("default", **address) as using:
         with database_locks(using, server_functions=server_functions) as backend:
             assert backend.supports_wakeups
             with Rung(backend, key):

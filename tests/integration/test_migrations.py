@@ -63,8 +63,7 @@ def bodies(using: str) -> dict[str, str]:
     """Return the functions of a PostgreSQL database and what they do."""
     return dict(
         ask(
-            using,
-            "SELECT proname, prosrc FROM pg_proc WHERE pronamespace = 'public'::regnamespace",
+            using, "SELECT proname, prosrc FROM pg_proc WHERE pronamespace = 'public'::regnamespace"
         )
     )
 
