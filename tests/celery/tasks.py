@@ -26,12 +26,16 @@ SHORT = 3
 SOON = Retry(delay=0.2, factor=1.5, cap=0.6)
 
 
+#: What is delivered again if the process of its run dies.
+LATE = {"acks_late": True, "reject_on_worker_lost": True}
+
+
 def _act(name: str, task: dict[str, Any], **options: Any) -> None:
     """Make a task that plays what it is told, on each store."""
     for store in STORES:
 
         @shared_task(name=f"{store}.{name}", bind=True, **task)
-        @locked_task("{key}", backend=store, **{"ttl": LONG, **options})
+        @locked_task(**{"lock": "{key}", "backend": store, "ttl": LONG, **options})
         def played(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
             return play(self, key, steps)
 
@@ -39,20 +43,13 @@ def _act(name: str, task: dict[str, Any], **options: Any) -> None:
 _act("early", {})
 _act("short", {}, ttl=SHORT)
 _act("hasty", {}, grace=0.2)
-_act("late", {"acks_late": True, "reject_on_worker_lost": True}, retry=SOON)
+_act("late", LATE, retry=SOON)
 _act("late_wait", {"acks_late": True}, on_conflict="wait", retry=SOON)
 _act("late_run", {"acks_late": True}, on_conflict="run", retry=SOON)
-_act("late_short", {"acks_late": True, "reject_on_worker_lost": True}, ttl=SHORT, retry=SOON)
+_act("late_short", LATE, ttl=SHORT, retry=SOON)
 _act("late_permit", {"acks_late": True}, permits=2, retry=SOON)
 _act("permit", {}, permits=2, on_conflict="retry", retry=SOON)
-_act(
-    "permit_late",
-    {"acks_late": True, "reject_on_worker_lost": True},
-    permits=2,
-    ttl=SHORT,
-    on_conflict="retry",
-    retry=SOON,
-)
+_act("permit_late", LATE, permits=2, ttl=SHORT, on_conflict="retry", retry=SOON)
 _act("raise", {}, on_conflict="raise")
 _act("wait", {}, on_conflict="wait")
 _act("retry", {"max_retries": 0}, on_conflict="retry", retry=SOON)
@@ -68,17 +65,12 @@ _act("not_inherited", {}, inherit=False, on_conflict="raise")
 
 def _act_unique(name: str, task: dict[str, Any], **options: Any) -> None:
     """The same, at most once queued or running."""
-    for store in STORES:
-
-        @shared_task(name=f"{store}.{name}", bind=True, base=LockedTask, **task)
-        @locked_task(unique="{key}", backend=store, **{"ttl": LONG, **options})
-        def played(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
-            return play(self, key, steps)
+    _act(name, {"base": LockedTask, **task}, **{"lock": None, "unique": "{key}", **options})
 
 
 _act_unique("unique", {})
 _act_unique("unique_brief", {}, ttl=1, unique_ttl=1)
-_act_unique("unique_late", {"acks_late": True, "reject_on_worker_lost": True}, retry=SOON)
+_act_unique("unique_late", LATE, retry=SOON)
 _act_unique("unique_retried", {"retry_on_worker_lost": True, "default_retry_delay": 3})
 _act_unique("unique_late_second", {"acks_late": True}, retry=SOON, max_wait=1)
 _act_unique("unique_and_locked", {}, lock="{key}", on_conflict="retry", retry=SOON)
@@ -88,56 +80,33 @@ _act_unique("unique_and_locked_skip", {}, lock="{key}", on_conflict="skip")
 
 _STARTED: dict[str, Any] = {"unique_until": "start", "retry": SOON}
 _act_unique("started", {}, **_STARTED)
-_act_unique("started_late", {"acks_late": True, "reject_on_worker_lost": True}, **_STARTED)
-_act_unique(
-    "started_short", {"acks_late": True, "reject_on_worker_lost": True}, ttl=SHORT, **_STARTED
-)
+_act_unique("started_late", LATE, **_STARTED)
+_act_unique("started_short", LATE, ttl=SHORT, **_STARTED)
 _act_unique("started_beside", {}, on_conflict="run", **_STARTED)
 _act_unique("started_and_locked", {}, lock="{key}", **_STARTED)
 _LAST: dict[str, Any] = {"debounce": 1, "retry": SOON}
 _act_unique("last", {}, **_LAST)
-_act_unique("last_late", {"acks_late": True, "reject_on_worker_lost": True}, **_LAST)
-_act_unique("last_short", {"acks_late": True, "reject_on_worker_lost": True}, ttl=SHORT, **_LAST)
+_act_unique("last_late", LATE, **_LAST)
+_act_unique("last_short", LATE, ttl=SHORT, **_LAST)
 _act_unique("last_pickled", {"serializer": "pickle"}, **_LAST)
 _act_unique("last_and_locked", {}, lock="{key}", **_LAST)
 _act_unique("last_that_waits", {}, lock="{key}", on_conflict="wait", wait=30, **_LAST)
 
-
-def _act_limited(name: str, task: dict[str, Any], **options: Any) -> None:
-    """The same, under two limits: one of the key, and a narrower one that all share."""
-    for store in STORES:
-
-        @shared_task(name=f"{store}.{name}", bind=True, **task)
-        @locked_task(
-            locks=[("{key}", _permits), "{key}:shared"],
-            backend=store,
-            **{"ttl": LONG, "on_conflict": "retry", "retry": SOON, **options},
-        )
-        def played(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
-            return play(self, key, steps)
-
-
-def _permits(key: str, steps: Sequence[str] = ()) -> int:
-    return 2
-
-
-_act_limited("limited", {})
-_act_limited("limited_late", {"acks_late": True, "reject_on_worker_lost": True})
+#: Two limits: one of the key, and a narrower one that all share.
+_LIMITED: dict[str, Any] = {
+    "lock": None,
+    "locks": [("{key}", lambda key, steps=(): 2), "{key}:shared"],
+    "on_conflict": "retry",
+    "retry": SOON,
+}
+_act("limited", {}, **_LIMITED)
+_act("limited_late", LATE, **_LIMITED)
 
 
 def _act_bounded(name: str, **options: Any) -> None:
     """The same, one at a time, of which two may wait."""
-    for store in STORES:
-
-        @shared_task(name=f"{store}.{name}", bind=True, base=LockedTask)
-        @locked_task(
-            "{key}",
-            backend=store,
-            max_queued=2,
-            **{"ttl": LONG, "on_conflict": "retry", "retry": SOON, **options},
-        )
-        def played(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
-            return play(self, key, steps)
+    again = {"on_conflict": "retry", "retry": SOON, **options}
+    _act(name, {"base": LockedTask}, max_queued=2, **again)
 
 
 _act_bounded("bounded")
@@ -147,7 +116,7 @@ _act_bounded("bounded_replace", on_full="replace")
 _act_bounded("bounded_unique", unique=lambda key, steps=(): ":".join((key, *steps)), on_full="drop")
 
 
-@shared_task(name="plain", bind=True, acks_late=True, reject_on_worker_lost=True)
+@shared_task(name="plain", bind=True, **LATE)
 def plain(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
     """Play without a lock."""
     return play(self, key, steps)
