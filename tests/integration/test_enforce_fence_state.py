@@ -104,16 +104,6 @@ def test_trigger_outlives_a_change_of_what_the_row_points_to(empty: str) -> None
     assert_enforced(empty)
 
 
-def test_trigger_is_gone_with_the_operation_that_made_it(empty: str) -> None:
-    """A second EnforceFence finds it, and leaves it on its way back."""
-    bank = Bank(empty).migrate(payment(), EnforceFence("payment"))
-    was = triggers(empty)
-    bank.migrate(EnforceFence("payment")).undo()
-    assert triggers(empty) == was
-    bank.undo()
-    assert triggers(empty) == {}
-
-
 def test_name_of_a_table_is_used_again(empty: str) -> None:
     """Triggers keep their names, and a new table with the old name gets another one."""
     bank = Bank(empty).migrate(payment(), EnforceFence("payment"))

@@ -13,7 +13,7 @@ from django_distlock.core.fences import FENCE_MAX
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.fencing.http import HEADER, BadFence, fence_header, read_fence_header
 from django_distlock.fencing.rejecting import Fence
-from tests.contract.helpers import at_once
+from tests.contract.locking import held_elsewhere
 
 SHARED = "shared by services"
 
@@ -58,16 +58,11 @@ def test_lease_is_what_one_sends(key: str) -> None:
 
 def test_lease_without_a_fence_is_refused(key: str) -> None:
     """A block that runs without its lock has nothing to send."""
-    with distlock(key, backend="memory"):
-
-        def run() -> bool:
-            with distlock(key, backend="memory", wait=0, on_conflict="run") as lease:
-                assert not lease.held
-                with pytest.raises(LockUsageError, match="no fence"):
-                    fence_header(lease)
-            return True
-
-        assert at_once([run]) == [True]
+    lock = distlock(key, backend="memory", wait=0, on_conflict="run")
+    with held_elsewhere(lock), lock as lease:
+        assert not lease.held
+        with pytest.raises(LockUsageError, match="no fence"):
+            fence_header(lease)
 
 
 def changed(text: str, place: int) -> str:

@@ -22,7 +22,8 @@ from django_distlock.core.errors import FenceRejected
 from django_distlock.core.fences import FENCE_MAX
 from django_distlock.fencing.redis import FencedValue
 from django_distlock.fencing.rejecting import Fence
-from tests.contract.helpers import at_once, race
+from tests.contract.helpers import race
+from tests.contract.locking import held_elsewhere
 from tests.contract.redis_clients import close, cluster_url, single_url
 from tests.keeper import free_port
 from tests.processes import spawn
@@ -225,18 +226,11 @@ def test_bad_argument_is_refused(value: Called) -> None:
 
 def test_lease_without_a_fence_is_refused(value: Called) -> None:
     """A block that runs without its lock has nothing to write with."""
-    with distlock(value.name, backend="redis") as held:
-        lock = distlock(value.name, backend="redis", wait=0, on_conflict="run", reentrant=False)
-
-        def run() -> bool:
-            with lock as lease:
-                assert not lease.held
-                with pytest.raises(LockUsageError, match="no fence"):
-                    value.set("x", lease)
-            return True
-
-        assert at_once([run]) == [True]
-        assert held.held
+    lock = distlock(value.name, backend="redis", wait=0, on_conflict="run")
+    with held_elsewhere(lock), lock as lease:
+        assert not lease.held
+        with pytest.raises(LockUsageError, match="no fence"):
+            value.set("x", lease)
     assert not value.client.exists(value.name)
 
 

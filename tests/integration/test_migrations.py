@@ -368,33 +368,33 @@ def _without_migrations(using: str) -> None:
 # Repairs behind `migrate`
 
 
-@pytest.mark.parametrize("name", sorted(FUNCTIONS))
-def test_function_that_was_dropped_is_put_back(postgresql: str, name: str) -> None:
-    """`migrate` with nothing to apply installs what is missing."""
+def test_functions_that_were_dropped_are_put_back(postgresql: str) -> None:
+    """`migrate` with nothing to apply installs each that is missing."""
     migrate(postgresql)
     was = bodies(postgresql)
-    ask(postgresql, f"DROP FUNCTION {name} CASCADE")
-    migrate(postgresql)
-    assert bodies(postgresql) == was
-    assert objects(postgresql)["triggers"] == {TRIGGER}
+    for name in sorted(FUNCTIONS):
+        ask(postgresql, f"DROP FUNCTION {name} CASCADE")
+        migrate(postgresql)
+        assert bodies(postgresql) == was, name
+        assert objects(postgresql)["triggers"] == {TRIGGER}, name
     assert lock_and_release(postgresql) == 1
 
 
-@pytest.mark.parametrize("name", sorted(FUNCTIONS - {"django_distlock_fencecounter_guard_v1"}))
-def test_function_that_names_other_tables_is_replaced(postgresql: str, name: str) -> None:
-    """A function left from before a renaming, under a name in use, is brought up to date."""
+def test_functions_that_name_other_tables_are_replaced(postgresql: str) -> None:
+    """Each that is left from before a renaming, under a name in use, is brought up to date."""
     migrate(postgresql)
     was = bodies(postgresql)
-    ((definition,),) = ask(
-        postgresql, "SELECT pg_get_functiondef(oid) FROM pg_proc WHERE proname = %s", name
-    )
-    head, separator, body = definition.partition("AS $")
     ask(postgresql, "CREATE TABLE elsewhere AS TABLE django_distlock_heldlock")
-    replaced = head + separator + body.replace('"django_distlock_heldlock"', '"elsewhere"')
-    ask(postgresql, replaced.replace("%", "%%"))
-    assert bodies(postgresql) != was
-    migrate(postgresql)
-    assert bodies(postgresql) == was
+    for name in sorted(FUNCTIONS - {"django_distlock_fencecounter_guard_v1"}):
+        ((definition,),) = ask(
+            postgresql, "SELECT pg_get_functiondef(oid) FROM pg_proc WHERE proname = %s", name
+        )
+        head, separator, body = definition.partition("AS $")
+        replaced = head + separator + body.replace('"django_distlock_heldlock"', '"elsewhere"')
+        ask(postgresql, replaced.replace("%", "%%"))
+        assert bodies(postgresql) != was, name
+        migrate(postgresql)
+        assert bodies(postgresql) == was, name
 
 
 def test_functions_of_other_versions_are_left_alone(postgresql: str) -> None:
