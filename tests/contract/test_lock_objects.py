@@ -7,7 +7,6 @@ import dataclasses
 import pickle
 import threading
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,11 +26,11 @@ from django_distlock.inspection import get_by_key
 from tests.backends import Registered
 
 from .helpers import at_once
-from .locking import grantable, lock_of, taken
+from .locking import grantable, lock_of
 
 
 def test_lock_cannot_be_changed() -> None:
-    """A lock is a frozen value: equal descriptions are equal, and nothing can be assigned."""
+    """It is a frozen value, equal to its copies, and neither true nor false: that is told."""
     lock = distlock("key", ttl=5)
     assert lock == distlock("key", ttl=5)
     assert lock != distlock("key", ttl=6)
@@ -39,41 +38,26 @@ def test_lock_cannot_be_changed() -> None:
     assert dataclasses.is_dataclass(lock)
     with pytest.raises(dataclasses.FrozenInstanceError):
         lock.key = "other"  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    "made", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
-)
-def test_copy_is_equal(made: Callable[[Lock], Lock]) -> None:
-    """Also where the setting decides how long to wait."""
-    lock = distlock("a")
-    assert made(lock) == lock
-    assert len({made(lock), lock}) == 1
-
-
-def test_lock_is_neither_true_nor_false() -> None:
-    """Whoever asks it means a lease, or `locked()`, and is told so."""
     with pytest.raises(LockUsageError, match=r"locked\(\)") as caught:
-        bool(distlock("key"))
+        bool(lock)
     assert (caught.value.code, caught.value.key) == ("unsupported", "key")
+    # Also where the setting decides how long to wait.
+    lock = distlock("a")
+    for made in (copy.copy(lock), copy.deepcopy(lock), pickle.loads(pickle.dumps(lock))):
+        assert made == lock
+        assert len({made, lock}) == 1
 
 
 def test_lock_holds_no_state(lock: Lock, registered: Registered, key: str) -> None:
-    """Holding a lock changes nothing on its description."""
-    before = repr(lock)
-    with lock as lease:
-        assert repr(lock) == before
-        assert lock == lock_of(registered, key)
-        assert lease.token not in repr(lock)
-    assert repr(lock) == before
-
-
-def test_lock_is_used_again_and_again(lock: Lock) -> None:
-    """Each use is a lease of its own, with a token and a fence of its own."""
-    leases = []
+    """Used again and again, it stays as it is; each use is a lease with a token and a fence."""
+    before, leases = repr(lock), []
     for _ in range(3):
         with lock as lease:
+            assert repr(lock) == before
+            assert lock == lock_of(registered, key)
+            assert lease.token not in repr(lock)
             leases.append(lease)
+        assert repr(lock) == before
     assert len({lease.token for lease in leases}) == 3
     assert [lease.fence for lease in leases] == sorted({lease.fence for lease in leases})
 
@@ -99,26 +83,11 @@ def test_threads_share_one_lock_object(registered: Registered, key: str) -> None
     assert grantable(lock)
 
 
-def test_aliases_are_stores_of_their_own(registered: Registered, key: str) -> None:
-    """The lock is taken on the backend that it names."""
-    other = distlock(key, backend="sqlite" if registered.alias == "memory" else "memory")
-    with lock_of(registered, key) as lease:
-        assert lease.backend == registered.alias
-        assert not taken(other)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["timeout", "blocking", "fair"],
-)
-def test_argument_without_behaviour_is_absent(name: str) -> None:
-    """A parameter appears when it does something."""
-    with pytest.raises(TypeError, match=name):
-        distlock("key", **{name: True})  # type: ignore[arg-type]
-
-
-def test_key_is_the_only_positional_argument() -> None:
-    """Everything behind the key is named."""
+def test_argument_without_behaviour_is_absent() -> None:
+    """A parameter appears when it does something, and everything behind the key is named."""
+    for name in ("timeout", "blocking", "fair"):
+        with pytest.raises(TypeError, match=name):
+            distlock("key", **{name: True})  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         distlock("key", 5)  # type: ignore[call-arg]
 
