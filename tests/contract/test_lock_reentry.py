@@ -65,6 +65,7 @@ def test_key_can_be_entered_again_behind_its_release(
     """What was given back or lost is not held, even inside its block."""
     with lock as first:
         first.release()
+        assert current_lease() is None
         with lock as second:
             assert registered.is_next(second.fence, first.fence)
             assert current_lease(key) is second
@@ -73,9 +74,12 @@ def test_key_can_be_entered_again_behind_its_release(
         pass
 
 
-def test_unbound_lease_is_contended_like_anybodys(registered: Registered, key: str) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_unbound_lease_is_contended_like_anybodys(
+    registered: Registered, key: str, reentrant: bool
+) -> None:
     """A lease from `acquire()` is not the context's: it contends with blocks, and they with it."""
-    lock = lock_of(registered, key, wait=0)
+    lock = lock_of(registered, key, wait=0, reentrant=reentrant)
     lease = lock.acquire()
     assert current_lease() is None
     for attempt in (lock.acquire, lock.__enter__):
@@ -90,26 +94,21 @@ def test_unbound_lease_is_contended_like_anybodys(registered: Registered, key: s
 
 def test_current_lease_is_that_of_the_innermost_block(registered: Registered, key: str) -> None:
     """Without a key the innermost lease, with a key that one's, outside of blocks none."""
-    outer, inner = f"{key}:outer", f"{key}:inner"
+    outer, inner = (lock_of(registered, f"{key}:{name}") for name in ("outer", "inner"))
     assert current_lease() is None
-    with lock_of(registered, outer) as first:
+    with outer as first:
         assert current_lease() is first
-        with lock_of(registered, inner) as second:
+        with inner as second:
             assert current_lease() is second
-            assert current_lease(outer) is first
-            assert current_lease(inner) is second
+            assert current_lease(outer.key) is first
+            assert current_lease(inner.key) is second
             assert current_lease(f"{key}:other") is None
+            assert first.token != second.token
         assert current_lease() is first
-        assert current_lease(inner) is None
+        assert current_lease(inner.key) is None
+        assert (taken(outer), taken(inner)) == (True, False)
     assert current_lease() is None
-    assert current_lease(outer) is None
-
-
-def test_current_lease_is_none_once_released(registered: Registered, key: str) -> None:
-    """There is nothing to work under any more."""
-    with lock_of(registered, key) as lease:
-        lease.release()
-        assert current_lease() is None
+    assert current_lease(outer.key) is None
 
 
 def test_current_lease_that_is_lost_says_so(registered: Registered, key: str) -> None:
@@ -123,17 +122,12 @@ def test_current_lease_that_is_lost_says_so(registered: Registered, key: str) ->
             lease.check()
 
 
-def test_current_lease_of_another_thread_is_not_ours(registered: Registered, key: str) -> None:
-    """A new thread starts with an empty context."""
-    with lock_of(registered, key):
-        assert Later(current_lease).result() is None
-
-
 def test_copied_context_shows_what_was_held(registered: Registered, key: str) -> None:
-    """A context that was copied inside the block sees its lease as long as it is held."""
+    """As long as it is held; a new thread starts with an empty one."""
     with lock_of(registered, key) as lease:
         context = contextvars.copy_context()
         assert context.run(current_lease) is lease
+        assert Later(current_lease).result() is None
     assert context.run(current_lease) is None
 
 

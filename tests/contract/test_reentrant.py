@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -68,23 +69,14 @@ def test_inner_end_does_not_release(registered: Registered, key: str) -> None:
 
 
 def test_outer_lock_need_not_be_reentrant(registered: Registered, key: str) -> None:
-    """Whoever enters again says so, under any spelling of the key."""
-    with (
-        lock_of(registered, key + "caf\u00e9") as outer,
-        lock_of(registered, key + "cafe\u0301", reentrant=True, ttl=5, wait=0) as inner,
-    ):
-        assert inner is outer
-        assert outer.remaining() > 20
-
-
-def test_lock_that_is_not_reentrant_is_refused_inside(registered: Registered, key: str) -> None:
-    """As ever, also where the outer one is."""
-    with lock_of(registered, key, reentrant=True) as lease:
-        with (
-            prompt(),
-            pytest.raises(LockUsageError) as caught,
-            lock_of(registered, key, wait=None),
-        ):
+    """Whoever enters again says so, under any spelling of the key; else it is refused as ever."""
+    outer = lock_of(registered, key + "caf\u00e9")
+    inner = lock_of(registered, key + "cafe\u0301", reentrant=True, ttl=5, wait=0)
+    with outer as lease, inner as again:
+        assert again is lease
+        assert lease.remaining() > 20
+    with inner as lease:
+        with prompt(), pytest.raises(LockUsageError) as caught, replace(outer, wait=None):
             pytest.fail("entered twice")
         assert caught.value.code == "reentrant"
         assert lease.held
@@ -100,17 +92,6 @@ def test_another_thread_contends(registered: Registered, key: str) -> None:
 
     with lock, pytest.raises(LockNotAcquired):
         Later(enter).result()
-
-
-def test_unbound_lease_is_no_block(registered: Registered, key: str) -> None:
-    """`acquire()` contends with the block, and a block with what `acquire()` holds."""
-    lock = lock_of(registered, key, reentrant=True, wait=0)
-    with lock, pytest.raises(LockNotAcquired):
-        lock.acquire()
-    lease = lock.acquire()
-    with pytest.raises(LockNotAcquired), lock:
-        pytest.fail("entered twice")
-    assert lease.release() is True
 
 
 def test_recursion_of_a_decorated_function(registered: Registered, key: str) -> None:
