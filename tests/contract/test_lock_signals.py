@@ -77,12 +77,34 @@ def test_handles_go_through_the_same_door(lock: Lock, everything: list[str]) -> 
     assert everything == ["lock_acquired", "lock_released"] * 2
 
 
-def test_grant_is_told(registered: Registered, key: str) -> None:
-    """`lock_acquired` carries how long it took."""
-    lock = lock_of(registered, key, metadata={"user": "Ada"})
-    with Heard(signals.lock_acquired, key) as heard, lock as lease:
+def by_await(name: str) -> Callable[..., Any]:
+    """Call the awaited twin of a method."""
+    return lambda it, *arguments: asyncio.run(getattr(it, f"a{name}")(*arguments))
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_what_is_done_is_told(registered: Registered, key: str, awaited: bool) -> None:
+    """How long it took, which ttl was given, and how long it was held until the key was freed."""
+    lock = lock_of(registered, key, ttl=20, metadata={"user": "Ada"})
+    acquire: Callable[[Lock], Lease] = by_await("acquire") if awaited else Lock.acquire
+    extend = by_await("extend") if awaited else Lease.extend
+    release = by_await("release") if awaited else Lease.release
+    with Heard(signals.lock_acquired, key) as granted:
+        lease = acquire(lock)
+    time.sleep(0.05)
+    with Heard(signals.lock_extended, key) as extended:
+        extend(lease, 7)
+    with Heard(signals.lock_extended, key) as extended_again:
+        extend(lease)
+    with Heard(signals.lock_released, key) as freed:
+        release(lease)
+    for heard in (granted, extended, extended_again, freed):
         check_common(heard.once, registered, lease)
-        assert 0 <= heard.once["waited"] < 5
+    assert 0 <= granted.once["waited"] < 5
+    assert (extended.once["ttl"], extended.once["cause"]) == (7.0, None)
+    assert extended_again.once["ttl"] == 20.0
+    assert (freed.once["released"], freed.once["cause"]) == (True, None)
+    assert 0.05 <= freed.once["held_for"] < 5
 
 
 def test_contention_is_told(registered: Registered, key: str) -> None:
@@ -104,35 +126,6 @@ def test_contention_is_told(registered: Registered, key: str) -> None:
         with Heard(signals.lock_not_acquired, key) as heard:
             assert lock.try_acquire() is None
         assert isinstance(heard.once["cause"], LockNotAcquired)
-
-
-def test_extend_is_told(registered: Registered, key: str) -> None:
-    """`lock_extended` carries the ttl that was given."""
-    lease = lock_of(registered, key, ttl=20, metadata={"user": "Ada"}).acquire()
-    with Heard(signals.lock_extended, key) as heard:
-        lease.extend(7)
-    check_common(heard.once, registered, lease)
-    assert (heard.once["ttl"], heard.once["cause"]) == (7.0, None)
-    with Heard(signals.lock_extended, key) as heard:
-        asyncio.run(lease.aextend())
-    assert heard.once["ttl"] == 20.0
-    lease.release()
-
-
-def test_release_is_told(registered: Registered, key: str) -> None:
-    """`lock_released` carries how long it was held, and that the store freed the key."""
-    lock = lock_of(registered, key, metadata={"user": "Ada"})
-    lease = lock.acquire()
-    time.sleep(0.05)
-    with Heard(signals.lock_released, key) as heard:
-        lease.release()
-    check_common(heard.once, registered, lease)
-    assert (heard.once["released"], heard.once["cause"]) == (True, None)
-    assert 0.05 <= heard.once["held_for"] < 5
-    lease = asyncio.run(lock.aacquire())
-    with Heard(signals.lock_released, key) as heard:
-        asyncio.run(lease.arelease())
-    check_common(heard.once, registered, lease)
 
 
 def test_loss_is_told_once(registered: Registered, key: str) -> None:
