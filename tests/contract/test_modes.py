@@ -199,27 +199,12 @@ def test_what_moves_the_end_does_not_move_the_window(registered: Registered, key
 def test_window_is_settled_behind_the_transaction(
     registered: Registered, key: str, commits: bool
 ) -> None:
-    """Until the data is committed, or is not, the lease itself stands; then its window does."""
-    lock = lock_of(registered, key, ttl=20, hold=True)
-    with transaction.atomic() if commits else rolled_back():
-        with lock:
-            pass
-        record = Later(held, lock_backends[registered.alias], key).result()
-        assert not record.is_settled
-    assert eventually(lambda: Later(held, lock_backends[registered.alias], key).result().is_settled)
-    assert settled(registered, key) == timedelta(seconds=20)
-
-
-@HOLDS
-@pytest.mark.parametrize("commits", [True, False], ids=["commit", "rollback"])
-def test_window_is_not_entered_again_in_its_transaction(
-    registered: Registered, key: str, commits: bool
-) -> None:
-    """No other block goes on with its lease: not to be waited for, it is refused at once."""
+    """Until then the lease itself stands, and no other block goes on with it: refused at once."""
     lock = lock_of(registered, key, ttl=20, hold=True, wait=20)
     with transaction.atomic() if commits else rolled_back():
         with lock:
             pass
+        assert not Later(held, lock_backends[registered.alias], key).result().is_settled
         for again in (lock, lock_of(registered, key, wait=None)):
             for ask in (again.acquire, async_to_sync(again.aacquire)):
                 with (
@@ -307,10 +292,23 @@ def test_window_is_refused_where_no_lease_ends_by_itself(
     backend.force_release(key)
 
 
-def test_hold_and_min_hold_together_are_refused() -> None:
-    """One of them says how long."""
-    with pytest.raises(InvalidArgument, match="min_hold"):
-        distlock("key", hold=True, min_hold=5)
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        ({"hold": True, "min_hold": 5}, "min_hold"),
+        ({"basic": True, "hold": True}, "ttl"),
+        # Nothing could cut the first ttl short.
+        *(
+            ({"ttl": 30, "max_lifetime": each}, "max_lifetime")
+            for each in (1, 29.9, timedelta(0, 5))
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(more: dict[str, Any], rule: str) -> None:
+    """One of them says how long; and a window needs a ttl to be that."""
+    with pytest.raises(InvalidArgument, match=rule):
+        distlock("key", **more)
 
 
 # basic
@@ -323,20 +321,21 @@ def threads_before() -> set[str]:
 
 
 def test_basic_lock_has_no_end(registered: Registered, key: str, threads_before: set[str]) -> None:
-    """It is held until somebody gives it back: no deadline, no expiry, and nothing that renews."""
+    """No deadline, no expiry, and nothing that renews; an extend with a number sets an end."""
     with lock_of(registered, key, basic=True) as lease:
-        assert lease.expires_at is None
-        assert lease.deadline == math.inf
-        assert lease.remaining() == math.inf
         assert lease.held
         lease.check()
         info = get_by_key(key, backend=registered.alias)
         assert info is not None
         assert info.expires_at is None
-        started = {each.name for each in threading.enumerate()} - threads_before
-        assert not [name for name in started if "heartbeat" in name]
-        lease.extend()
-        assert lease.expires_at is None
+        for _ in range(2):
+            assert lease.expires_at is None
+            assert lease.deadline == lease.remaining() == math.inf
+            started = {each.name for each in threading.enumerate()} - threads_before
+            assert not [name for name in started if "heartbeat" in name]
+            lease.extend(30)
+            assert 29 < lease.remaining() <= 30
+            lease.extend()
         assert lease.deadline == math.inf
     assert grantable(lock_of(registered, key))
 
@@ -368,16 +367,6 @@ def test_basic_lock_with_a_ttl_ends_and_is_not_renewed(registered: Registered, k
     assert grantable(lock)
 
 
-def test_basic_lock_can_be_given_an_end(registered: Registered, key: str) -> None:
-    """An extend with a number sets one, and one without takes it away again."""
-    lease = lock_of(registered, key, basic=True).acquire()
-    lease.extend(30)
-    assert 29 < lease.remaining() <= 30
-    lease.extend()
-    assert lease.remaining() == math.inf
-    assert lease.release() is True
-
-
 @HOLDS
 def test_basic_lock_with_a_window_ends_with_it(registered: Registered, key: str) -> None:
     """`min_hold` counts from the grant, also where the lock itself has no end."""
@@ -386,20 +375,7 @@ def test_basic_lock_with_a_window_ends_with_it(registered: Registered, key: str)
     assert settled(registered, key) == timedelta(seconds=20)
 
 
-def test_window_of_a_lock_without_end_is_refused() -> None:
-    """`hold` needs a ttl to be the window."""
-    with pytest.raises(InvalidArgument, match="ttl"):
-        distlock("key", basic=True, hold=True)
-
-
 # max_lifetime
-
-
-@pytest.mark.parametrize("lifetime", [1, 29.9, timedelta(seconds=5)])
-def test_lifetime_below_the_ttl_is_refused(registered: Registered, key: str, lifetime: Any) -> None:
-    """Nothing could cut the first ttl short; the setting's ttl counts as one that was said."""
-    with pytest.raises(InvalidArgument, match="max_lifetime"):
-        lock_of(registered, key, ttl=30, max_lifetime=lifetime)
 
 
 @pytest.mark.parametrize(
