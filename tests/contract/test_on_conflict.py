@@ -55,50 +55,29 @@ def test_block_runs_without_the_lock(registered: Registered, key: str) -> None:
     assert grantable(lock_of(registered, key))
 
 
-def test_block_asks_as_it_does_elsewhere(registered: Registered, key: str) -> None:
-    """`if not acquired: return`, as other packages have it, protects what stands behind it."""
+@pytest.mark.parametrize("on_conflict", ["run", "yield"])
+def test_block_asks_as_it_does_elsewhere(
+    registered: Registered, key: str, on_conflict: str
+) -> None:
+    """`if not acquired: return`, as other packages have it, protects what stands behind it.
+
+    With "yield" that is no bypass: what was not granted is told, and nothing else.
+    """
+    lock = runs(registered, key, on_conflict=on_conflict)
     protected = []
 
     def work() -> None:
-        with runs(registered, key) as acquired:
+        with lock as acquired:
+            assert current_lease() is (acquired or None)
             if not acquired:
                 return
             protected.append(acquired.held)
 
     async def awork() -> None:
-        async with runs(registered, key) as acquired:
+        async with lock as acquired:
             if not acquired:
                 return
             protected.append(acquired.held)
-
-    with held_elsewhere(lock_of(registered, key)):
-        work()
-        asyncio.run(awork())
-    assert protected == []
-    with Heard(signals.lock_bypassed, key) as heard:
-        work()
-        asyncio.run(awork())
-    assert protected == [True, True]
-    assert heard.facts == []
-
-
-def test_block_that_looks_is_no_bypass(registered: Registered, key: str) -> None:
-    """With "yield" a block runs and leaves: what was not granted is told, and nothing else."""
-    lock = runs(registered, key, on_conflict="yield")
-    protected = []
-
-    def work() -> None:
-        with lock as lease:
-            assert current_lease() is (lease or None)
-            if not lease:
-                return
-            protected.append(lease.held)
-
-    async def awork() -> None:
-        async with lock as lease:
-            if not lease:
-                return
-            protected.append(lease.held)
 
     with (
         held_elsewhere(lock_of(registered, key)) as holder,
@@ -108,25 +87,13 @@ def test_block_that_looks_is_no_bypass(registered: Registered, key: str) -> None
         work()
         asyncio.run(awork())
         assert holder.held
-    assert (protected, bypassed.facts, len(refusals.facts)) == ([], [], 2)
-    work()
-    asyncio.run(awork())
-    assert protected == [True, True]
+    told = (len(bypassed.facts), len(refusals.facts))
+    assert (protected, told) == ([], (2 if on_conflict == "run" else 0, 2))
+    with Heard(signals.lock_bypassed, key) as bypassed:
+        work()
+        asyncio.run(awork())
+    assert (protected, bypassed.facts) == ([True, True], [])
     assert grantable(lock_of(registered, key))
-
-
-def test_lease_that_was_not_looked_at_refuses(registered: Registered, key: str) -> None:
-    """With the word that let the block run."""
-    with held_elsewhere(lock_of(registered, key)):
-        with runs(registered, key, on_conflict="yield") as lease:
-            assert lease.release() is False
-            with pytest.raises(LockUsageError, match='on_conflict="yield".*lease.held'):
-                lease.check()
-        with (
-            runs(registered, key) as lease,
-            pytest.raises(LockUsageError, match='on_conflict="run"'),
-        ):
-            lease.extend()
 
 
 def test_yield_decorates_no_function() -> None:
@@ -143,7 +110,7 @@ def test_yield_decorates_no_function() -> None:
         assert (caught.value.code, caught.value.key) == ("unsupported", "job:{pk}")
 
 
-async def refused(lease: Lease) -> dict[str, str]:
+async def refused(lease: Lease, on_conflict: str) -> dict[str, str]:
     """Try what needs a lease; say how it was refused."""
     codes = {}
     for name in ("check", "extend", "aextend", "dump"):
@@ -152,23 +119,27 @@ async def refused(lease: Lease) -> dict[str, str]:
             if asyncio.iscoroutine(answer):
                 await answer
         except LockUsageError as error:
-            told = "lease.held" in str(error)
+            told = f'on_conflict="{on_conflict}"' in str(error) and "lease.held" in str(error)
             codes[name] = f"{error.code} {error.key} {told}"
     return codes
 
 
-def test_lease_refuses_what_needs_a_lock(registered: Registered, key: str) -> None:
-    """With what to ask instead; and there is nothing to give back."""
+@pytest.mark.parametrize("on_conflict", ["run", "yield"])
+def test_lease_refuses_what_needs_a_lock(
+    registered: Registered, key: str, on_conflict: str
+) -> None:
+    """With the word that let the block run, and what to ask; there is nothing to give back."""
     expected = dict.fromkeys(("check", "extend", "aextend", "dump"), f"unsupported {key} True")
+    lock = runs(registered, key, on_conflict=on_conflict)
 
     async def awaited() -> None:
-        async with runs(registered, key) as lease:
-            assert await refused(lease) == expected
+        async with lock as lease:
+            assert await refused(lease, on_conflict) == expected
             assert await lease.arelease() is False
 
     with held_elsewhere(lock_of(registered, key)):
-        with runs(registered, key) as lease:
-            assert asyncio.run(refused(lease)) == expected
+        with lock as lease:
+            assert asyncio.run(refused(lease, on_conflict)) == expected
             assert lease.release() is False
             for name in ("acquired_at", "expires_at"):
                 with pytest.raises(LockUsageError):
@@ -195,26 +166,22 @@ def test_bypass_is_told_once(registered: Registered, key: str) -> None:
 
 
 def test_block_is_no_lease_of_the_context(registered: Registered, key: str) -> None:
-    """`current_lease()` is what is held: nothing, or what the block around it holds."""
-    with held_elsewhere(lock_of(registered, key)):
-        with runs(registered, key):
+    """`current_lease()` is what is held; its end changes nothing, also in a transaction."""
+    lock = runs(registered, key)
+    with held_elsewhere(lock_of(registered, key)) as holder:
+        with lock:
             assert current_lease() is None
             assert current_lease(key) is None
             # Nor is it a re-entry.
-            with runs(registered, key) as again:
+            with lock as again:
                 assert again.held is False
-        with lock_of(registered, f"{key}:outer") as outer, runs(registered, key):
+        with lock_of(registered, f"{key}:outer") as outer, lock:
             assert current_lease() is outer
             assert current_lease(key) is None
         assert current_lease() is None
-
-
-def test_end_of_the_block_changes_nothing(registered: Registered, key: str) -> None:
-    """An error comes out as it was, and inside `atomic()` nothing waits for the commit."""
-    with held_elsewhere(lock_of(registered, key)) as holder:
-        with pytest.raises(ZeroDivisionError), runs(registered, key):
+        with pytest.raises(ZeroDivisionError), lock:
             raise ZeroDivisionError
-        with transaction.atomic(), runs(registered, key):
+        with transaction.atomic(), lock:
             pass
         assert holder.held
         assert taken(lock_of(registered, key))
