@@ -15,28 +15,21 @@ from .stores import Elapse, Stranger
 
 
 @pytest.mark.requires("supports_ttl")
-def test_many_extends_keep_no_expiry(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
-    """Extended with others, a lock without expiry stays one; extended by a ttl, it gets an end."""
-    grants = [take(backend, f"{key}-a", None), take(backend, f"{key}-b", 5)]
+def test_each_ttl_replaces_what_was_left(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """No expiry stays none, until an extend by a ttl; and an end may come sooner than it was."""
+    grants = [take(backend, f"{key}-{name}", ttl) for name, ttl in (("a", None), ("b", 5))]
+    grants.append(replace(take(backend, f"{key}-c", 500), ttl=5.0))
     for answer, grant in zip(backend.extend_many(grants), grants, strict=True):
         assert isinstance(answer, Grant)
         assert answer.ttl == grant.ttl
+    elapse(6.1)
+    assert [backend.read(f"{key}-{name}") is None for name in "abc"] == [False, True, True]
     elapse(100)
-    assert backend.read(f"{key}-b") is None
     assert extend(backend, grants[0], 5).expires_at is not None
     elapse(6.1)
     assert backend.read(f"{key}-a") is None
-
-
-@pytest.mark.requires("supports_ttl")
-def test_replaces_also_when_that_is_sooner(
-    backend: BaseLockBackend, elapse: Elapse, key: str
-) -> None:
-    """As with extend, the ttl of the grant counts from now and replaces what was left."""
-    grant = take(backend, key, 500)
-    assert isinstance(backend.extend_many([replace(grant, ttl=5)])[0], Grant)
-    elapse(6.1)
-    assert backend.read(key) is None
 
 
 @pytest.mark.stores("postgresql", "mysql", why="no transaction can hold a single record")
