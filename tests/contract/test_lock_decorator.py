@@ -79,36 +79,35 @@ async def test_coroutine_function_runs_under_the_lock(lock: Lock) -> None:
 
 
 def test_template_makes_a_lock_for_each_arguments(registered: Registered, key: str) -> None:
-    """The key comes from the arguments, however they are passed."""
+    """The key comes from the arguments, however they are passed, to either kind of function."""
+    decorate = lock_of(registered, key + ":{invoice_id}:{part}", wait=0)
 
-    @lock_of(registered, key + ":{invoice_id}:{part}", wait=0)
-    def pay(invoice_id: int, part: str = "all") -> str:
+    def own() -> str:
         lease = current_lease()
         assert lease is not None
-        assert not grantable(lock_of(registered, lease.key))
         return lease.key
+
+    @decorate
+    def pay(invoice_id: int, part: str = "all") -> str:
+        assert not grantable(lock_of(registered, own()))
+        return own()
+
+    @decorate
+    async def apay(invoice_id: int, part: str = "all") -> str:
+        return own()
+
+    async def several() -> list[str]:
+        return list(await asyncio.gather(*map(apay, range(3))))
 
     assert pay(1) == f"{key}:1:all"
     assert pay(invoice_id=1, part="all") == f"{key}:1:all"
     assert pay(2, "tax") == f"{key}:2:tax"
+    assert asyncio.run(several()) == [f"{key}:{number}:all" for number in range(3)]
     with held_elsewhere(lock_of(registered, f"{key}:1:all")):
         assert pay(2) == f"{key}:2:all"
         with pytest.raises(LockNotAcquired) as caught:
             pay(1)
     assert caught.value.key == f"{key}:1:all"
-
-
-async def test_template_of_a_coroutine_function(registered: Registered, key: str) -> None:
-    """The same for coroutine functions."""
-
-    @lock_of(registered, key + ":{n}")
-    async def work(n: int) -> str:
-        lease = current_lease()
-        assert lease is not None
-        return lease.key
-
-    keys = await asyncio.gather(*(work(n) for n in range(3)))
-    assert keys == [f"{key}:0", f"{key}:1", f"{key}:2"]
 
 
 def test_methods_may_be_decorated(registered: Registered, key: str) -> None:
@@ -219,11 +218,15 @@ def test_what_runs_behind_its_call_is_refused_at_decoration(target: Any) -> None
     assert caught.value.code == "unsupported"
 
 
-@pytest.mark.parametrize("target", [5, None, "work"])
-def test_what_cannot_be_called_is_refused_at_decoration(target: Any) -> None:
-    """Only functions are decorated."""
-    with pytest.raises(InvalidArgument, match=repr(target)):
-        distlock("key")(target)
+def test_what_cannot_be_decorated_is_refused_at_decoration() -> None:
+    """Only functions are; and a slip in a template fails at import, not at the first call."""
+    target: Any
+    for target in (5, None, "work"):
+        with pytest.raises(InvalidArgument, match=repr(target)):
+            distlock("key")(target)
+    for template in ("{nobody}", "{a}{b}", "{a", "{a!r}"):
+        with pytest.raises(InvalidArgument):
+            distlock(template)(lambda a, b: None)
 
 
 class Promise:
@@ -301,13 +304,6 @@ def test_body_that_is_returned_does_not_run(registered: Registered, key: str) ->
     gc.collect()
     assert ran == []
     assert grantable(lock)
-
-
-@pytest.mark.parametrize("template", ["{nobody}", "{a}{b}", "{a", "{a!r}"])
-def test_bad_template_is_refused_at_decoration(template: str) -> None:
-    """A slip in a template fails at import, not at the first call."""
-    with pytest.raises(InvalidArgument):
-        distlock(template)(lambda a, b: None)
 
 
 def test_threads_share_a_decorated_function(registered: Registered, key: str) -> None:
