@@ -3,23 +3,63 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+import unittest
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from django.conf import settings
 from django.db import connections
 from django.test import override_settings
+from django.test.runner import DiscoverRunner
 
 from django_distlock import LockError
 from django_distlock.database.workers import releases
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
+#: The databases of test runs of Django's own.
+ALL = tuple(name for name in ("default", "sqlite", "mariadb") if name in settings.DATABASES)
+
+
+Cases = Iterable[type[unittest.TestCase]]
+
+
+def for_each(aliases: Iterable[str], *bases: type[unittest.TestCase]) -> Cases:
+    """Make each class for each alias."""
+    for alias in aliases:
+        yield from (type(f"{each.__name__}_{alias}", (each,), {"alias": alias}) for each in bases)
+
+
+def run_cases(mark: str, cases: Cases, look: Callable[[], dict[str, Any]] = dict) -> dict[str, Any]:
+    """Be a test run: make databases, run the classes, drop the databases.
+
+    Args:
+        look: Gives what else is to be said, before they are dropped.
+    """
+    suite, report = unittest.TestSuite(), io.StringIO()
+    for case in cases:
+        suite.addTests(unittest.defaultTestLoader.loadTestsFromTestCase(case))
+    for name in ALL:
+        options = connections.settings[name]
+        options["NAME"] = settings.DATABASES[name]["NAME"]
+        options["TEST"]["NAME"] = f"{options['NAME']}_{mark}_{os.getpid()}"
+    runner = DiscoverRunner(verbosity=0, interactive=False)
+    made = runner.setup_databases(aliases=set(ALL))
+    try:
+        result = unittest.TextTestRunner(report, warnings="error").run(suite)
+        more = look()
+    finally:
+        # Fails if a session of ours is left in a database.
+        runner.teardown_databases(made)
+    # What failed is worth more than that something did.
+    return {"ran": result.testsRun, "fine": result.wasSuccessful() or report.getvalue(), **more}
 
 
 @contextmanager
@@ -29,9 +69,9 @@ def alias_like(using: str, **changes: Any) -> Iterator[str]:
     `OPTIONS` are merged into those of the original. The test closes what its threads opened.
     """
     alias = f"{using}_{secrets.token_hex(3)}"
-    settings = copy.deepcopy(connections.settings[using])
-    options = {**settings["OPTIONS"], **changes.pop("OPTIONS", {})}
-    connections.settings[alias] = {**settings, **changes, "OPTIONS": options}
+    given = copy.deepcopy(connections.settings[using])
+    options = {**given["OPTIONS"], **changes.pop("OPTIONS", {})}
+    connections.settings[alias] = {**given, **changes, "OPTIONS": options}
     try:
         yield alias
     finally:
@@ -78,10 +118,7 @@ def counted_alias(using: str = "default") -> Iterator[str]:
 def sessions(alias: str) -> set[int]:
     """Return the server's numbers for the sessions of a counted alias, idle ones included."""
     using, query = {
-        "postgresql": (
-            "default",
-            "SELECT pid FROM pg_stat_activity WHERE application_name = %s",
-        ),
+        "postgresql": ("default", "SELECT pid FROM pg_stat_activity WHERE application_name = %s"),
         "mysql": ("mariadb", "SELECT id FROM information_schema.processlist WHERE user = %s"),
     }[connections[alias].vendor]
     with connections[using].cursor() as cursor:

@@ -132,10 +132,13 @@ def at_once(calls: Iterable[Callable[[], T]]) -> list[T]:
 
 
 @contextmanager
-def crew(size: int, target: str, *arguments: Any, ready: str = "ready") -> Iterator[list[Process]]:
+def crew(
+    size: int, target: str, *arguments: Any, ready: str = "ready", **environment: str
+) -> Iterator[list[Process]]:
     """Start processes that do the same; give them when each of them is ready."""
     with ExitStack() as stack:
-        workers = [stack.enter_context(spawn(target, *arguments)) for _ in range(size)]
+        started = (spawn(target, *arguments, **environment) for _ in range(size))
+        workers = [stack.enter_context(each) for each in started]
         for worker in workers:
             worker.wait_for(ready, PATIENCE)
         yield workers

@@ -27,9 +27,11 @@ from .aliases import abandon_connections, alias_like, in_a_fork, locks_on, outco
 from .locking import eventually
 
 
-def hold_to_the_end(alias: str, key: str, how: str) -> dict[str, Any]:
+def hold_to_the_end(
+    alias: str, key: str, how: str, window: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Take a lock, and end this process without giving it back."""
-    lock = distlock(key, backend=alias, ttl=60)
+    lock = distlock(key, backend=alias, ttl=60, **(window or {}))
     if how == "ended thread":
         thread = threading.Thread(target=lock.acquire)
         thread.start()
@@ -52,6 +54,10 @@ def hold_to_the_end(alias: str, key: str, how: str) -> dict[str, Any]:
         child = multiprocessing.get_context("fork").Process(target=lock.acquire)
         child.start()
         child.join()
+    elif how == "block":
+        with lock:
+            print("held")
+            sys.exit(3)
     elif how == "exit":
         lock.acquire()
         print("held")
@@ -105,7 +111,7 @@ def hold_through_a_pause(alias: str, key: str, ttl: float) -> dict[str, Any]:
 
 def fork(alias: str, key: str) -> dict[str, Any]:
     """Hold a lock over a fork, and let the child try what it may not do."""
-    lock = distlock(key, backend=alias, ttl=60, wait=0)
+    lock = distlock(key, backend=alias, ttl=60, wait=0, reentrant=True)
     unbound = distlock(f"{key}:unbound", backend=alias, ttl=60).acquire()
     with lock as lease:
         before = lease.expires_at
@@ -122,6 +128,11 @@ def fork(alias: str, key: str) -> dict[str, Any]:
                 "is_lost": lambda: lease.is_lost,
                 "remaining": lease.remaining,
                 "current": lambda: current_lease() is not None,
+                "enters": lock.__enter__,
+                "acquires": lock.acquire,
+                "dumps": lease.dump,
+                "is told": lambda: lease.on_lost(print),
+                "is warned": lambda: lease.on_danger(print),
                 "locked": lock.locked,
                 "own": distlock(f"{key}:child", backend=alias)(lambda: True),
             }

@@ -13,6 +13,7 @@ from django.db import connections, transaction
 from django.dispatch import Signal
 
 from django_distlock import Lease, Lock, current_lease, distlock, signals
+from django_distlock.core.clock import monotonic
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 
@@ -125,6 +126,23 @@ def _current() -> Lease:
     lease = current_lease()
     assert lease is not None
     return lease
+
+
+def by_hand(lock: Lock) -> Lease:
+    """Acquire and release."""
+    lease = lock.acquire()
+    assert lease.release() is True
+    return lease
+
+
+def outlive(lease: Lease) -> None:
+    """Let a lease end by its time."""
+    time.sleep(max(0.0, lease.deadline - monotonic()) + 0.05)
+
+
+def using_of(registered: Registered) -> str:
+    """Return the database whose transactions are meant: that of the locks, or PostgreSQL."""
+    return registered.using or "default"
 
 
 #: The ways to hold a lock for as long as a body runs.

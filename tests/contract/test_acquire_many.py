@@ -23,10 +23,9 @@ from django_distlock.handler import lock_backends
 from tests.backends import Registered
 
 from .helpers import HAS_TTL, SHORT, Later, at_once, crew, held, prompt, race, take
-from .locking import eventually, grantable, held_elsewhere, lock_of
+from .locking import eventually, grantable, held_elsewhere, lock_of, using_of
 from .scripted import Script
 from .stores import Elapse, Stranger
-from .test_guard import using_of
 from .test_sharing_races import most_at_once
 
 TOGETHER = pytest.mark.requires("acquires_together")
@@ -235,28 +234,6 @@ def test_all_keys_take_one_script(
     assert leases.release()
 
 
-def test_refusal_names_the_holder(registered: Registered, key: str) -> None:
-    """With `wait=0`, sync and async; nothing is held behind it."""
-    keys = sorted(keys_of(key))
-    locks = distlock_all(*keys, wait=0, backend=registered.alias)
-
-    async def enter() -> None:
-        async with locks:
-            pass
-
-    with held_elsewhere(lock_of(registered, keys[2], metadata={"reason": "stock"})):
-        for take_all in (locks.acquire, locks.__enter__, lambda: asyncio.run(enter())):
-            with pytest.raises(LockNotAcquired) as caught:
-                take_all()
-            assert caught.value.key == keys[2]
-            assert caught.value.holder is not None
-            assert caught.value.holder.metadata == {"reason": "stock"}
-            free = [each for each in keys if grantable(lock_of(registered, each, wait=0))]
-            assert free == [*keys[:2], *keys[3:]]
-    with locks as leases:
-        assert len(leases) == SEVERAL
-
-
 def test_lost_answer(scripted: Script, key: str) -> None:
     """What may have been granted is gone on with, or given back: of all keys."""
     keys = [f"{key}-1", f"{key}-2", f"{key}-3"]
@@ -305,7 +282,7 @@ def test_cancelled_question_leaves_nothing_held(scripted: Script, key: str) -> N
 def test_processes_with_keys_in_common(registered: Registered, key: str, tmp_path: Path) -> None:
     """In any order, with and without a wait: nobody ever has a key with another, and all go on."""
     path, times = tmp_path / "held", 15
-    target = "tests.contract.several_workers:hold"
+    target = "tests.contract.sharing_workers:hold_several"
     with crew(4, target, registered.alias, key, str(path), times) as workers:
         granted = race(workers, 600)
     assert all(each >= times for each in granted)

@@ -112,7 +112,7 @@ def test_holder_that_was_paused_finds_its_lease_lost(registered: Registered, key
 
 
 def test_fork_neither_extends_nor_releases(registered: Registered, key: str) -> None:
-    """A forked child sees that the lease is not its own, and can take locks of its own."""
+    """A child contends for the key, also where its parent may enter again, and has own locks."""
     with spawn(f"{WORKERS}:fork", registered.alias, key) as worker:
         result = worker.result()
     child = result["child"]
@@ -128,6 +128,11 @@ def test_fork_neither_extends_nor_releases(registered: Registered, key: str) -> 
         "is_lost": "False",
         "remaining": "0.0",
         "current": "False",
+        "enters": "acquisition_timeout",
+        "acquires": "acquisition_timeout",
+        "dumps": "foreign_context",
+        "is told": "foreign_context",
+        "is warned": "foreign_context",
         "locked": "True",
         "own": "True",
     }

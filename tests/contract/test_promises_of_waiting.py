@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,13 +16,13 @@ import pytest
 from django.conf import settings
 from django.test import override_settings
 
-from django_distlock import BackendUnavailable, Lock, Retry, current_lease, distlock
+from django_distlock import BackendUnavailable, Lock, Retry, distlock
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.integration.wires import Wire
 from tests.processes import spawn
 
-from .aliases import abandon_connections, in_a_fork, outcome
+from .aliases import abandon_connections
 from .helpers import PATIENCE, PROMPT, SHARED, Later, take
 from .locking import eventually, grantable, held_elsewhere, lock_of
 from .test_lost_leases import WIRED, hanging
@@ -157,40 +157,6 @@ async def test_cancelled_waiter_gives_back_what_it_never_heard_of(
 
 
 # Forks
-
-
-def fork_in_a_reentrant_block(alias: str, key: str) -> dict[str, Any]:
-    """Fork in a block; let the child enter it again, and give its lease away."""
-    lock = distlock(key, backend=alias, ttl=60, wait=0, reentrant=True)
-    with lock as lease:
-        calls: dict[str, Callable[[], object]] = {
-            "enters": lock.__enter__,
-            "acquires": lock.acquire,
-            "dumps": lease.dump,
-            "is told": lambda: lease.on_lost(print),
-            "is warned": lambda: lease.on_danger(print),
-            "current": current_lease,
-        }
-        told, _ = in_a_fork(lambda: {name: outcome(call) for name, call in calls.items()})
-        lease.extend()
-    return {**told, "released": lease.is_released}
-
-
-@SHARED
-def test_child_is_not_in_the_block_of_its_parent(registered: Registered, key: str) -> None:
-    """It contends for the key, also where its parent may enter again, and cannot hand it over."""
-    with spawn(f"{HERE}fork_in_a_reentrant_block", registered.alias, key) as worker:
-        said = worker.result()
-    assert said == {
-        "enters": "acquisition_timeout",
-        "acquires": "acquisition_timeout",
-        "dumps": "foreign_context",
-        "is told": "foreign_context",
-        "is warned": "foreign_context",
-        "current": "None",
-        "released": True,
-    }
-    assert grantable(lock_of(registered, key))
 
 
 def fork_beside_a_waiter(alias: str, key: str) -> dict[str, Any]:

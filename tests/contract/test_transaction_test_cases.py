@@ -6,16 +6,13 @@ run them among tests that share their tables.
 
 from __future__ import annotations
 
-import io
 import os
-import unittest
 from typing import Any
 
 import pytest
 from django.conf import settings
 from django.db import connections, transaction
 from django.test import TestCase, TransactionTestCase
-from django.test.runner import DiscoverRunner
 from django.test.utils import CaptureQueriesContext
 
 from django_distlock import Lock, LockUsageError, Retry, current_lease, distlock
@@ -24,10 +21,10 @@ from tests.processes import spawn
 from tests.services_plugin import KINDS
 from tests.shop.models import Row
 
+from .aliases import ALL, for_each, run_cases
 from .helpers import PATIENCE
 from .locking import rolled_back
 
-ALL = tuple(name for name in ("default", "sqlite", "mariadb") if name in settings.DATABASES)
 HERE = [each.alias for each in BACKENDS.values() if each.alias in settings.DISTLOCK]
 
 
@@ -144,27 +141,8 @@ class InTransactionTestCase(TransactionTestCase):
 
 
 def run_test_cases() -> dict[str, Any]:
-    """Be a test run: make databases, run the classes, drop the databases."""
-    cases = unittest.TestSuite()
-    loader = unittest.defaultTestLoader
-    for alias in HERE:
-        for base in (InTestCase, InTransactionTestCase):
-            case = type(f"{base.__name__}_{alias}", (base,), {"alias": alias})
-            cases.addTests(loader.loadTestsFromTestCase(case))
-    for name in ALL:
-        options = connections.settings[name]
-        options["NAME"] = settings.DATABASES[name]["NAME"]
-        options["TEST"]["NAME"] = f"{options['NAME']}_cases_{os.getpid()}"
-    report = io.StringIO()
-    runner = DiscoverRunner(verbosity=0, interactive=False)
-    made = runner.setup_databases(aliases=set(ALL))
-    try:
-        result = unittest.TextTestRunner(report, warnings="error").run(cases)
-    finally:
-        # Fails if a session of ours is left in a database.
-        runner.teardown_databases(made)
-    # What failed is worth more than that something did.
-    return {"ran": result.testsRun, "fine": result.wasSuccessful() or report.getvalue()}
+    """Be a test run."""
+    return run_cases("cases", for_each(HERE, InTestCase, InTransactionTestCase))
 
 
 # Django's runner makes test databases in all of them.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import subprocess
 import sys
 import threading
 import tomllib
-import unittest
 from pathlib import Path
 from typing import Any
 
 import pytest
 from django.conf import settings
-from django.db import connections, transaction
+from django.db import transaction
 from django.test import SimpleTestCase, TestCase, TransactionTestCase
-from django.test.runner import DiscoverRunner
 
 from django_distlock import BackendUnavailable, Lease, LockLost, LockNotAcquired, distlock
 from django_distlock.models import HeldLock, LockEvent
@@ -33,13 +30,13 @@ from django_distlock.testing import (
     simulate_pause,
     steal,
 )
+from tests.contract.aliases import ALL, for_each, run_cases
 from tests.contract.locking import rolled_back
 from tests.processes import spawn
 from tests.shop.models import Row
 
 from .projects import PATIENCE, ROOT
 
-ALL = tuple(name for name in ("default", "sqlite", "mariadb") if name in settings.DATABASES)
 #: The backends that a project keeps in its database, and the database.
 STORES = {
     alias: options["OPTIONS"]["using"]
@@ -224,40 +221,20 @@ class InDatabaseInTransactionTestCase(InDatabase, TransactionTestCase):
 
 
 def run_test_cases() -> dict[str, Any]:
-    """Be a test run: make databases, run the classes, drop the databases."""
-    cases = unittest.TestSuite()
-    plain: list[type[unittest.TestCase]] = [
-        InMemory, InMemoryInTestCase, InMemoryInTransactionTestCase
-    ]  # fmt: skip
-    bases: list[type[unittest.TestCase]] = [InDatabaseInTestCase, InDatabaseInTransactionTestCase]
-    made_for = [
-        type(f"{base.__name__}_{alias}", (base,), {"alias": alias})
-        for alias in STORES
-        for base in bases
-    ]
-    for case in (*plain, *made_for):
-        cases.addTests(unittest.defaultTestLoader.loadTestsFromTestCase(case))
-    for name in ALL:
-        options = connections.settings[name]
-        options["NAME"] = settings.DATABASES[name]["NAME"]
-        options["TEST"]["NAME"] = f"{options['NAME']}_kit_{os.getpid()}"
-    report = io.StringIO()
-    runner = DiscoverRunner(verbosity=0, interactive=False)
-    made = runner.setup_databases(aliases=set(ALL))
-    try:
-        result = unittest.TextTestRunner(report, warnings="error").run(cases)
-        left = {
-            f"{model.__name__} in {name}": model.objects.using(name).count()
-            for model in (HeldLock, LockEvent)
-            for name in ALL
-        }
-    finally:
-        runner.teardown_databases(made)
-    return {
-        "ran": result.testsRun,
-        "fine": result.wasSuccessful() or report.getvalue(),
-        "left": {what: number for what, number in left.items() if number},
+    """Be a test run."""
+    made_for = for_each(STORES, InDatabaseInTestCase, InDatabaseInTransactionTestCase)
+    plain = (InMemory, InMemoryInTestCase, InMemoryInTransactionTestCase)
+    return run_cases("kit", (*plain, *made_for), left)
+
+
+def left() -> dict[str, Any]:
+    """Say what is left in the databases."""
+    rows = {
+        f"{model.__name__} in {name}": model.objects.using(name).count()
+        for model in (HeldLock, LockEvent)
+        for name in ALL
     }
+    return {"left": {what: number for what, number in rows.items() if number}}
 
 
 def test_kit_works_in_django_test_cases() -> None:
