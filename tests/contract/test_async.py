@@ -1,40 +1,45 @@
-"""The awaited twins answer as the operations do."""
+"""The awaited twins answer as the operations do, and wait for no synchronous code."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
+from asgiref.sync import async_to_sync, sync_to_async
 
-from django_distlock import Lock
+from django_distlock import Lock, LockNotAcquired
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.errors import InvalidArgument, LockUsageError
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
+from tests.backends import Registered
+
+from .locking import eventually, grantable, lock_of
 
 
 async def test_twins_answer_alike(backend: BaseLockBackend, key: str) -> None:
-    """Acquire, extend, read and release can be awaited, with the same answers."""
-    grant = await backend.threads.run(backend.acquire, key, new_token(), 30)
+    """Run on the backend's own threads, every operation has the same answers, and errors."""
+    run = backend.threads.run
+    assert await run(threading.get_ident) != threading.get_ident()
+    grant = await run(backend.acquire, key, new_token(), 30)
     assert isinstance(grant, Grant)
-    assert isinstance(await backend.threads.run(backend.acquire, key, new_token(), 30), Contended)
-    extended = await backend.threads.run(backend.extend, grant, 60, bound=0.5)
+    assert isinstance(await run(backend.acquire, key, new_token(), 30), Contended)
+    extended = await run(backend.extend, grant, 60, bound=0.5)
     assert isinstance(extended, Grant)
     assert extended.ttl == 60
-    record = await backend.threads.run(backend.read, key)
+    record = await run(backend.read, key)
     assert record is not None
     assert record.expires_at == extended.expires_at
-    assert await backend.threads.run(backend.release, grant) is True
-    assert await backend.threads.run(backend.release, grant) is False
-    assert await backend.threads.run(backend.read, key) is None
-
-
-async def test_bad_arguments_are_refused(backend: BaseLockBackend) -> None:
-    """Awaited, a bad argument is the same error."""
+    assert [each.key for each in (await run(backend.list, key)).records] == [key]
+    assert await run(backend.release, grant) is True
+    assert await run(backend.release, grant) is False
+    assert await run(backend.force_release, key) is None
+    assert await run(backend.read, key) is None
     with pytest.raises(InvalidArgument):
-        await backend.threads.run(backend.acquire, "", new_token(), 30)
+        await run(backend.acquire, "", new_token(), 30)
 
 
 @pytest.mark.stores("sqlite", "postgresql", "mysql", "session", why="no driver tells")
@@ -62,23 +67,86 @@ async def test_plain_release_in_a_coroutine_is_refused_and_the_lease_goes_on(loc
     assert await lease.arelease() is True
 
 
-async def test_other_operations_can_be_awaited(backend: BaseLockBackend, key: str) -> None:
-    """Every operation can be run on the backend's own threads."""
-    grant = await backend.threads.run(backend.acquire, key, new_token(), 30)
-    assert isinstance(grant, Grant)
-    page = await backend.threads.run(backend.list, key)
-    assert [record.key for record in page.records] == [key]
-    name = await backend.threads.run(lambda: threading.current_thread().name)
-    assert name != threading.current_thread().name
-    assert await backend.threads.run(backend.force_release, key)
+# Behind a thread that waits for asynchronous code by `async_to_sync`
 
 
-async def test_many_acquires_have_one_winner(backend: BaseLockBackend, key: str) -> None:
-    """Tasks of one loop exclude each other as threads do."""
-    answers = await asyncio.gather(
-        *(backend.threads.run(backend.acquire, key, new_token(), 30) for _ in range(8))
-    )
-    (winner,) = (answer for answer in answers if isinstance(answer, Grant))
-    record = await backend.threads.run(backend.read, key)
-    assert record is not None
-    assert record.fence == winner.fence
+def test_release_does_not_wait_behind_synchronous_code(registered: Registered, key: str) -> None:
+    """A synchronous waiter of the same request gets the key when the block is left."""
+    lock = lock_of(registered, key, ttl=20, wait=5)
+    took = {}
+
+    def view() -> str:
+        try:
+            return "granted" if lock.acquire().release() else "lost"
+        except LockNotAcquired:
+            return "refused"
+
+    async def holder(started: asyncio.Event) -> None:
+        async with lock:
+            started.set()
+            await asyncio.sleep(0.5)
+            left = time.monotonic()
+        took["release"] = time.monotonic() - left
+
+    async def main() -> str:
+        started = asyncio.Event()
+        task = asyncio.create_task(holder(started))
+        await started.wait()
+        said = await sync_to_async(view, thread_sensitive=True)()
+        await task
+        return said
+
+    said = async_to_sync(main)()
+    assert (said, took["release"] < 3) == ("granted", True), (said, took)
+
+
+def test_acquire_does_not_wait_behind_synchronous_code(registered: Registered, key: str) -> None:
+    """A free key is granted at once, whatever synchronous code does in between."""
+    lock = lock_of(registered, key, ttl=20, wait=5)
+
+    async def main() -> float:
+        busy = asyncio.create_task(sync_to_async(time.sleep, thread_sensitive=True)(4))
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        lease = await lock.aacquire()
+        took = time.monotonic() - began
+        await busy
+        await lease.arelease()
+        return took
+
+    took = async_to_sync(main)()
+    assert took < 3, took
+
+
+@pytest.mark.parametrize("how", ["block", "arelease"])
+def test_release_that_was_begun_outlives_its_loop(
+    registered: Registered, key: str, how: str
+) -> None:
+    """The end of an event loop cancels every task, and gives every key back."""
+    lock = lock_of(registered, key, ttl=60)
+
+    async def work(started: asyncio.Event, leave: asyncio.Event) -> None:
+        if how == "block":
+            async with lock:
+                started.set()
+                await leave.wait()
+        else:
+            lease = await lock.aacquire()
+            started.set()
+            await leave.wait()
+            await lease.arelease()
+
+    async def main() -> None:
+        started, leave = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(work(started, leave))
+        await started.wait()
+        busy = asyncio.create_task(sync_to_async(time.sleep)(1.5))
+        await asyncio.sleep(0.3)
+        leave.set()
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.wait([task])
+        del busy
+
+    async_to_sync(main)()
+    assert eventually(lambda: grantable(lock), timeout=5)
