@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.records import Record
 
-from .helpers import KEEPS_EXPIRED, Later, held, prompt, take
+from .helpers import KEEPS_EXPIRED, Later, held, listed, prompt, take
+from .locking import eventually
 from .stores import DatabaseStore, Store, Stranger
 
 
@@ -35,32 +37,21 @@ def test_cleanup_removes_expired_records(backend: BaseLockBackend, store: Store,
 
 @pytest.mark.requires("supports_ttl")
 def test_cleanup_spares_live_records(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Held, settled, in their grace and endless: what is live stays as it is."""
+    """Held, settled, in their grace and endless; a time in the future removes none of them."""
     take(backend, f"{key}-held", 50)
+    backend.extend(take(backend, f"{key}-long", 5), 3600)
+    take(backend, f"{key}-expired", 0.1)
     take(backend, f"{key}-endless", None)
     backend.release(take(backend, f"{key}-settled"), 50)
     sweep(backend, store)
     take(backend, f"{key}-grace", 5)
     store.elapse(5.05)
-    keys = [f"{key}-{name}" for name in ("grace", "held", "endless", "settled")]
+    keys = [f"{key}-{name}" for name in ("grace", "held", "long", "endless", "settled")]
     before: list[Record | None] = [held(backend, each) for each in keys]
     sweep(backend, store)
-    assert [backend.read(each) for each in keys] == before
-
-
-@pytest.mark.requires("supports_ttl")
-def test_cleanup_before_the_future_is_before_now(
-    backend: BaseLockBackend, store: Store, key: str
-) -> None:
-    """A time in the future removes no live record."""
-    take(backend, f"{key}-live", 5)
-    take(backend, f"{key}-expired", 0.1)
-    backend.extend(take(backend, f"{key}-long"), 3600)
-    store.elapse(1.2)
     while backend.cleanup(store.now() + timedelta(days=365)):
         pass
-    assert backend.read(f"{key}-live") is not None
-    assert backend.read(f"{key}-long") is not None
+    assert [backend.read(each) for each in keys] == before
     assert not store.has_record(f"{key}-expired")
 
 
@@ -147,3 +138,45 @@ def test_cleanup_on_read_is_an_option(
     assert tidy.read_token(live.token) is not None
     assert store.fence(key) >= expired.fence, "a fence fell"
     assert store.fence(key) == expired.fence
+
+
+# Notes of what is done, beside the locks of a store and apart from them
+
+
+def test_note_is_found_by_its_name(backend: BaseLockBackend, key: str) -> None:
+    """The last of a name counts, for its seconds; it is no lock, and no other name has it."""
+    assert backend.notes.get(key) is None
+    backend.notes.put(key, 7, 60)
+    backend.notes.put(key, 8, 60)
+    assert backend.read(key) is None
+    take(backend, key)
+    assert backend.notes.get(key) == 8
+    assert backend.notes.get(f"{key}0") is None
+    backend.notes.put(key, 9, 0.1)
+    assert eventually(lambda: backend.notes.get(key) is None)
+
+
+@pytest.mark.requires("supports_listing")
+@pytest.mark.parametrize("prefix", ["as ever", ""], ids=["prefix", "bare"])
+def test_notes_are_not_listed(backend: BaseLockBackend, key: str, prefix: str) -> None:
+    """A listing shows locks alone, also one that goes through everything there is."""
+    if not prefix:
+        bare = replace(backend.config, key_prefix="")
+        backend = type(backend)(bare, **bare.options)
+    backend.notes.put(key, 7, 60)
+    take(backend, f"{key}1")
+    assert backend.notes.get(key) == 7
+    assert [each for each in listed(backend, key if prefix else "") if key in each] == [f"{key}1"]
+
+
+@pytest.mark.stores("sqlite", "postgresql", "mysql", why="its store removes notes itself")
+def test_cleanup_goes_on_behind_a_page_of_notes(backend: BaseLockBackend, key: str) -> None:
+    """It removes notes that are over as well: whoever stops at 0 has left nothing behind."""
+    for number in range(3):
+        backend.notes.put(f"{key}{number}", 7, 0.1)
+    take(backend, key, 0.1)
+    assert eventually(lambda: backend.notes.get(f"{key}2") is None)
+    assert eventually(lambda: backend.read(key) is None)
+    before = datetime.now(UTC) + timedelta(days=1)
+    pages = list(iter(lambda: backend.cleanup(before, limit=2), 0))
+    assert sum(pages) >= 4
