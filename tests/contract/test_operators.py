@@ -172,6 +172,17 @@ def test_force_release_takes_the_key_away(
 
 
 @HAS_TTL
+def test_settled_key_can_be_taken_over_by_force(backend: BaseLockBackend, key: str) -> None:
+    """A settled record is a record: it is read, listed and removed as others are."""
+    grant = take(backend, key, 30)
+    backend.release(grant, 10)
+    assert [each.key for each in backend.list(key).records] == [key]
+    forced = backend.force_release(key)
+    assert isinstance(forced, Record)
+    take(backend, key)
+
+
+@HAS_TTL
 def test_nothing_is_done_to_nobody(backend: BaseLockBackend, store: Store, key: str) -> None:
     """Nobody holds the key, or any more: no record, no request, and no fence is used up."""
     for operation in (backend.force_release, backend.request_stop):
@@ -272,14 +283,22 @@ def test_paused_key_is_granted_to_nobody(backend: BaseLockBackend, store: Store,
 
 
 def test_key_that_never_was_can_be_paused(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Resume says whether it was, and the first fence is the one behind it."""
+    """Its counter shows that, while it lasts, and by whom; the first fence is the one behind it."""
+    until = (store.now() + timedelta(minutes=1)).replace(microsecond=0)
     assert backend.pause(key, None) is False
-    assert backend.pause(key, store.now() + timedelta(minutes=1)) is True
+    assert backend.pause(key, until, by="Ada of the night shift") is True
     assert contend(backend, key).paused
+    assert backend.counter(key) == Counter(0, until, "Ada of the night shift")
     assert backend.pause(key, None) is True
     assert backend.pause(key, None) is False
+    assert backend.counter(key) is None
     assert store.fence(key) == 0
-    assert store.registered.is_next(take(backend, key).fence)
+    grant = take(backend, key)
+    assert store.registered.is_next(grant.fence)
+    backend.pause(key, until)
+    assert backend.counter(key) == Counter(grant.fence, until, None)
+    store.elapse(61)
+    assert backend.counter(key) == Counter(grant.fence)
 
 
 def test_holder_keeps_a_paused_key(backend: BaseLockBackend, store: Store, key: str) -> None:
@@ -292,23 +311,12 @@ def test_holder_keeps_a_paused_key(backend: BaseLockBackend, store: Store, key: 
     contended = contend(backend, key)
     assert (contended.paused, contended.fence) == (True, grant.fence)
     assert contended.holder == before.holder
+    # Its record still takes the mark of who waits, where it has one.
+    contend(backend, key, wanted=True)
+    assert held(backend, key).wanted is (store.registered.store != "session")
     extend(backend, grant)
     assert backend.release(grant) is True
     assert contend(backend, key).paused
-
-
-@pytest.mark.stores(
-    "memory", "sqlite", "postgresql", "mysql", "redis", "redis_cluster",
-    why="a session wakes nobody yet, and has no mark for it",
-)  # fmt: skip
-def test_waiter_of_a_held_and_paused_key_is_marked(
-    backend: BaseLockBackend, store: Store, key: str
-) -> None:
-    """Held and paused, the holder's record still takes the mark of who waits."""
-    take(backend, key)
-    backend.pause(key, store.now() + timedelta(minutes=1))
-    contend(backend, key, wanted=True)
-    assert held(backend, key).wanted is True
 
 
 def test_pause_ends_by_itself(backend: BaseLockBackend, store: Store, key: str) -> None:
@@ -358,33 +366,13 @@ def test_counter_is_the_fence_of_the_last_grant(
     assert backend.counter(f"{key}-other") is None
 
 
-def test_counter_shows_a_pause_and_who_wanted_it(
-    backend: BaseLockBackend, store: Store, key: str
-) -> None:
-    """While it lasts: behind its end, or a resume, the key is as it was."""
-    until = (store.now() + timedelta(minutes=1)).replace(microsecond=0)
-    backend.pause(key, until, by="Ada of the night shift")
-    assert backend.counter(key) == Counter(0, until, "Ada of the night shift")
-    backend.pause(key, None)
-    assert backend.counter(key) is None
-    grant = take(backend, key)
-    backend.pause(key, until)
-    assert backend.counter(key) == Counter(grant.fence, until, None)
-    store.elapse(61)
-    assert backend.counter(key) == Counter(grant.fence)
-
-
-@pytest.mark.requires("supports_guard")
-def test_nobody_guards_a_key_that_is_only_held(backend: BaseLockBackend, key: str) -> None:
-    """Where the store can tell, there is no session to name; nor for a key that nobody has."""
-    take(backend, key)
-    assert backend.guards.sessions(key) in ((), None)
-    assert backend.guards.sessions(f"{key}-other") in ((), None)
-
-
 def test_looking_uses_nothing_up(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Clock, counter and guards make no counter, and no record."""
+    """Neither makes a counter, or a record; nobody guards a key that is only held."""
     for look in (backend.counter, backend.guards.sessions):
         look(key)
     assert not store.has_record(key)
     assert store.fence(key) == 0
+    if backend.supports_guard:
+        take(backend, key)
+        assert backend.guards.sessions(key) in ((), None)
+        assert backend.guards.sessions(f"{key}-other") in ((), None)
