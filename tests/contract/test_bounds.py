@@ -12,8 +12,8 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import UNKNOWN, Contended, Grant, Record
 
-from .helpers import SHORT, held, prompt, take
-from .stores import DatabaseStore, Elapse, Stranger
+from .helpers import HAS_TTL, SHORT, held, prompt, take
+from .stores import DatabaseStore, Stranger
 
 HAS_TRANSACTIONS = pytest.mark.stores(
     "sqlite", "postgresql", "mysql", why="each operation is atomic by itself: nothing waits inside"
@@ -45,47 +45,28 @@ def operations(backend: BaseLockBackend, grant: Grant) -> dict[str, Callable[[fl
 def test_held_record_bounds_every_operation(
     backend: BaseLockBackend, stranger: Stranger, key: str, operation: str
 ) -> None:
-    """Where a transaction holds the record, the answer comes in time, and the record stands."""
+    """Where a transaction holds the record, the answer comes in time, and the record stands.
+
+    A bound of 0 is not for ever, and nobody waits longer than a second, whatever was asked for.
+    """
     grant = take(backend, key)
     before = held(backend, key)
     call = operations(backend, grant)[operation]
     stranger.hold(key)
-    with prompt(SHORT):
-        answer = call(SHORT)
-    if operation in ("extend", "release", "settle"):
-        assert answer is UNKNOWN
-    else:
-        assert isinstance(answer, Contended)
-        assert (answer.busy, answer.fence) == (True, grant.fence)
-    assert held(backend, key) == before
+    for bound, longest in ((SHORT, SHORT), (0, 0), *([(60, 1)] if operation == "release" else [])):
+        with prompt(longest):
+            answer = call(bound)
+        if operation in ("extend", "release", "settle"):
+            assert answer is UNKNOWN
+            assert not answer
+        else:
+            assert isinstance(answer, Contended)
+            assert (answer.busy, answer.fence) == (True, grant.fence)
+        assert held(backend, key) == before
     stranger.rollback()
     assert held(backend, key) == before
     again = call(1)
     assert again is True or isinstance(again, (Grant, Record))
-
-
-@HAS_TRANSACTIONS
-@pytest.mark.parametrize("operation", ["extend", "release", "force_release", "takeover"])
-def test_bound_of_zero_is_not_for_ever(
-    backend: BaseLockBackend, stranger: Stranger, key: str, operation: str
-) -> None:
-    """With a bound of 0 the answer comes at once."""
-    call = operations(backend, take(backend, key))[operation]
-    stranger.hold(key)
-    with prompt():
-        answer = call(0)
-    assert answer is UNKNOWN or (isinstance(answer, Contended) and answer.busy)
-
-
-@HAS_TRANSACTIONS
-def test_bound_is_a_second_at_most(backend: BaseLockBackend, stranger: Stranger, key: str) -> None:
-    """Nobody waits longer than a second inside the store, whatever was asked for."""
-    grant = take(backend, key)
-    stranger.hold(key)
-    with prompt(1):
-        answer = backend.release(grant, bound=60)
-    assert answer is UNKNOWN
-    assert not answer
 
 
 @HAS_ROW_LOCKS
@@ -132,26 +113,22 @@ def test_free_key_in_a_held_table_is_busy(
 
 
 @HAS_TRANSACTIONS
-@pytest.mark.parametrize("operation", ["pause", "resume"])
+@pytest.mark.parametrize("resumes", [False, True])
 def test_pause_and_resume_are_bounded(
-    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str, operation: str
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str, resumes: bool
 ) -> None:
     """Where a transaction holds the fence, pause and resume are busy and change nothing."""
     take(backend, key)
     until = store.now() + timedelta(minutes=1)
-    if operation == "resume":
+    if resumes:
         assert backend.pause(key, until) is True
     stranger.guard(key)
     with prompt(SHORT):
-        answer = (
-            backend.pause(key, until, bound=SHORT)
-            if operation == "pause"
-            else backend.pause(key, None, bound=SHORT)
-        )
+        answer = backend.pause(key, None if resumes else until, bound=SHORT)
     assert isinstance(answer, Contended)
     assert answer.busy
     stranger.rollback()
-    assert backend.pause(key, None) is (operation == "resume")
+    assert backend.pause(key, None) is resumes
 
 
 @HAS_ROW_LOCKS
@@ -170,26 +147,30 @@ def test_stalled_rival_in_the_queue_is_busy(
     assert take(backend, key).fence == 1
 
 
-@HAS_ROW_LOCKS
-@pytest.mark.parametrize("how", ["free", "expired", "takeover"])
+@GUARDED
+@pytest.mark.parametrize("how", ["free", pytest.param("expired", marks=HAS_TTL), "takeover"])
 def test_open_guard_is_busy_at_once(
-    backend: BaseLockBackend, elapse: Elapse, stranger: Stranger, key: str, how: str
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str, how: str
 ) -> None:
-    """While a guard stands on the fence, nobody takes the key over, and nobody waits for that."""
+    """While a guard stands on the fence, nobody is granted the key, waits, or keeps anything."""
     grant = take(backend, key, 5)
     if how == "free":
         backend.release(grant)
     elif how == "expired":
-        elapse(6.1)
+        store.elapse(6.1)
     stranger.guard(key)
     with prompt():
         answer = backend.acquire(key, new_token(), 30, replace=grant.token)
     assert isinstance(answer, Contended)
     assert answer.busy
+    assert store.has_record(key) is (how != "free")
+    assert store.fence(key) == grant.fence
     if how == "takeover":
         assert answer.fence == grant.fence
+        assert isinstance(backend.extend(grant), Grant)
     stranger.commit()
-    assert take(backend, key, replace=grant.token).fence == grant.fence + 1
+    following = take(backend, key, replace=grant.token)
+    assert store.registered.is_next(following.fence, grant.fence)
 
 
 @GUARDED
