@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from redis.crc import key_slot
 
 from django_distlock.core.records import Grant
 from tests.contract.helpers import listed, take
@@ -17,17 +16,6 @@ from .asking import tell_story
 def test_everything_works_on_a_cluster(alone_on_cluster: Any, key: str) -> None:
     """Every operation, but for finding a lock by its token."""
     tell_story(alone_on_cluster, key)
-
-
-def test_keys_of_a_lock_are_in_one_slot(on_cluster: RedisStore, key: str) -> None:
-    """Whatever braces a key has. Keys that share a part in braces are spread like all others."""
-    slots = set()
-    for end in ("plain", "a}b{c", "{tag}", "{", "}{", "{}", "x{y}z", "é{ß}"):
-        take(on_cluster.backend, f"{{{key}}}{end}")
-        names = [on_cluster.at(role, f"{{{key}}}{end}") for role in ("lock", "fence", "pause")]
-        (slot,) = {key_slot(name.encode()) for name in names}
-        slots.add(slot)
-    assert len(slots) > 4
 
 
 def test_listing_goes_through_all_servers(on_cluster: RedisStore, key: str) -> None:

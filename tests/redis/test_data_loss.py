@@ -91,17 +91,6 @@ def test_killed_server_is_trouble_until_it_is_back(server: Restartable, key: str
     assert rise(found)
 
 
-def test_stale_counter_repeats_no_fence(backend: Any, client: Any, key: str) -> None:
-    """A counter that lies behind, as on a replica that lagged, is passed over."""
-    before = fences(backend, key, 3)
-    name = f"distlock:fence:{backend._name(key)}"
-    assert int(client.get(name)) == before[-1]
-    client.set(name, before[0] - 5000)
-    assert rise([*before, *fences(backend, key, 3)])
-    client.delete(name)
-    assert fences(backend, key, 1)[0] > before[-1]
-
-
 def test_server_that_became_a_replica_is_left(private: Server, client: Any, key: str) -> None:
     """Whoever was told connects anew: an address may lead to the new primary by now."""
     with private_redis(stop="KILL") as primary, line_to(private.url) as line:

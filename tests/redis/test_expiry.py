@@ -30,18 +30,20 @@ def index_expires_with_the_lock(store: RedisStore, key: str) -> bool:
 
 @pytest.mark.parametrize("ttl", [10.1, 10.1234567, 604_800])
 def test_record_expires_when_its_key_is_free(store: RedisStore, key: str, ttl: float) -> None:
-    """After a grant, an extend, a shorten and a takeover."""
-    grant = take(store.backend, key, 100)
+    """After a grant, an extend, a shorten, a takeover and a settlement."""
+    grant, taken = take(store.backend, key, 100), list[Grant]()
     assert expires_with_the_lock(store, key)
     changes: list[Callable[[], object]] = [
         lambda: store.backend.extend(grant, ttl),
         lambda: store.backend.request_stop(key, ttl / 2, grant.token),
-        lambda: take(store.backend, key, ttl, replace=grant.token),
+        lambda: taken.append(take(store.backend, key, ttl, replace=grant.token)) or taken,
     ]
     for change in changes:
         assert change()
         assert expires_with_the_lock(store, key)
         assert index_expires_with_the_lock(store, key)
+    assert store.backend.release(taken[0], 50) is True
+    assert expires_with_the_lock(store, key)
 
 
 def test_pause_expires_at_its_end(store: RedisStore, key: str) -> None:

@@ -12,7 +12,7 @@ from django_distlock.backends.redis.store import Place
 from django_distlock.core.errors import InvalidArgument
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
-from tests.contract.helpers import contend, held, listed, take
+from tests.contract.helpers import held, listed, take
 from tests.keeper import Server
 
 from .servers import backend_on
@@ -92,17 +92,6 @@ def test_cursor_that_no_scan_has_is_refused(private: Server, scan: int) -> None:
     assert backend.list(cursor=str(Place(server, 2**64 - 1, 0))).records == ()
     with pytest.raises(InvalidArgument, match="is no cursor of this store"):
         backend.list(cursor=str(Place(server, scan, 0)))
-
-
-def test_key_prefixes_keep_apart(private: Server) -> None:
-    """The same key under two prefixes is two locks, also where joining makes the same text."""
-    pairs = [("a", "b:c"), ("a:b", "c"), ("", "a:b:c"), ("a:b:c", "x"), ("lock", "x"), ("", "x")]
-    grants = [take(backend_on(private.url, key_prefix=prefix), key) for prefix, key in pairs]
-    for (prefix, key), grant in zip(pairs, grants, strict=True):
-        backend = backend_on(private.url, key_prefix=prefix)
-        assert held(backend, key).token == grant.token
-        assert contend(backend, key).fence == grant.fence
-        assert key in listed(backend)
 
 
 def test_what_others_keep_in_the_same_database_is_theirs(
