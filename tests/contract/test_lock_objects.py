@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import threading
 import uuid
 from typing import Any
 
@@ -16,7 +15,6 @@ from django_distlock import (
     Lease,
     Lock,
     LockUsageError,
-    Retry,
     current_lease,
     distlock,
     distlock_all,
@@ -25,7 +23,6 @@ from django_distlock import (
 from django_distlock.inspection import get_by_key
 from tests.backends import Registered
 
-from .helpers import at_once
 from .locking import grantable, lock_of
 
 
@@ -60,27 +57,6 @@ def test_lock_holds_no_state(lock: Lock, registered: Registered, key: str) -> No
         assert repr(lock) == before
     assert len({lease.token for lease in leases}) == 3
     assert [lease.fence for lease in leases] == sorted({lease.fence for lease in leases})
-
-
-def test_threads_share_one_lock_object(registered: Registered, key: str) -> None:
-    """8 threads that use one object at once get 8 leases, one after the other."""
-    lock = lock_of(registered, key, wait=20, retry=Retry(delay=0.005, factor=1, cap=0.01))
-    value = [0]
-    inside = threading.Lock()
-
-    def add() -> tuple[str, int]:
-        with lock as lease:
-            assert inside.acquire(blocking=False), "two holders"
-            before = value[0]
-            assert lease.held
-            value[0] = before + 1
-            inside.release()
-            return lease.token, lease.fence
-
-    made = at_once([add] * 8)
-    assert value == [8]
-    assert len({token for token, _ in made}) == len({fence for _, fence in made}) == 8
-    assert grantable(lock)
 
 
 def test_argument_without_behaviour_is_absent() -> None:

@@ -52,13 +52,17 @@ class Line:
         """Wait, be granted, and work for a moment."""
         with self.lock if lock is None else lock:
             self.order.append(number)
+            so_far = len(self.order)
             time.sleep(0.01)
+            assert len(self.order) == so_far, "two held a key at once"
 
     async def await_(self, number: int) -> None:
         """The same in a task."""
         async with self.lock:
             self.order.append(number)
+            so_far = len(self.order)
             await asyncio.sleep(0.01)
+            assert len(self.order) == so_far, "two held a key at once"
 
     def joined(self, length: int) -> None:
         """Wait until so many stand in line."""
