@@ -32,9 +32,17 @@ def free(registered: Registered, *keys: str) -> list[str]:
 
 
 def test_all_keys_are_held_and_given_back(registered: Registered, key: str) -> None:
-    """In the order of their texts, each once, with leases by key."""
+    """In the order of their texts, each once, with leases by key; behind errors and awaits, too."""
     one, two = f"{key}-1", f"{key}-2"
-    with distlock_all(two, one, two, backend=registered.alias) as leases:
+    locks = distlock_all(two, one, two, backend=registered.alias)
+
+    async def awaited() -> None:
+        async with locks as leases:
+            assert list(leases) == [one, two]
+            assert await asyncio.to_thread(free, registered, one, two) == []
+        assert not leases.held
+
+    with locks as leases:
         assert list(leases) == [one, two]
         assert leases
         leases.check()
@@ -43,6 +51,11 @@ def test_all_keys_are_held_and_given_back(registered: Registered, key: str) -> N
         assert free(registered, one, two) == []
     assert free(registered, one, two) == [one, two]
     assert not leases
+    with pytest.raises(ZeroDivisionError), locks:
+        raise ZeroDivisionError
+    assert free(registered, one, two) == [one, two]
+    asyncio.run(awaited())
+    assert free(registered, one, two) == [one, two]
 
 
 @pytest.mark.aliases("memory")
@@ -61,13 +74,15 @@ def test_all_or_none(registered: Registered, key: str) -> None:
     keys = [f"{key}-{number}" for number in range(4)]
     locks = distlock_all(*keys, wait=0.3, backend=registered.alias)
     with (
-        held_elsewhere(lock_of(registered, keys[1])),
+        held_elsewhere(lock_of(registered, keys[1], metadata={"reason": "stock"})),
         held_elsewhere(lock_of(registered, keys[3])),
     ):
         for take in (locks.acquire, locks.__enter__, partial(asyncio.run, entered(locks))):
             with prompt(0.3, least=0.2), pytest.raises(LockNotAcquired) as caught:
                 take()
             assert caught.value.key == keys[1]
+            assert caught.value.holder is not None
+            assert caught.value.holder.metadata == {"reason": "stock"}
             assert free(registered, *keys) == [keys[0], keys[2]]
     with locks:
         pass
@@ -139,20 +154,6 @@ def test_each_key_has_a_limit_of_its_own(registered: Registered, key: str) -> No
     held.pop().release()
 
 
-def test_awaited_block(registered: Registered, key: str) -> None:
-    """The same with `async with`."""
-    keys = [f"{key}-1", f"{key}-2"]
-
-    async def work() -> None:
-        async with distlock_all(*keys, backend=registered.alias) as leases:
-            assert list(leases) == keys
-            assert await asyncio.to_thread(free, registered, *keys) == []
-        assert not leases.held
-
-    asyncio.run(work())
-    assert free(registered, *keys) == keys
-
-
 def test_leases_without_a_block(registered: Registered, key: str) -> None:
     """They are extended and released together, once."""
     keys = [f"{key}-1", f"{key}-2"]
@@ -203,16 +204,8 @@ def test_lease_that_ends_while_others_are_waited_for(
     assert free(registered, *keys) == keys
 
 
-def test_error_of_the_block_gives_all_back(registered: Registered, key: str) -> None:
-    """It reaches the caller."""
-    keys = [f"{key}-1", f"{key}-2"]
-    with pytest.raises(ZeroDivisionError), distlock_all(*keys, backend=registered.alias):
-        raise ZeroDivisionError
-    assert free(registered, *keys) == keys
-
-
 def test_decorator_fills_all_keys(registered: Registered, key: str) -> None:
-    """Each is a template; calls at the same time do not mix up their leases."""
+    """Each is a template; calls at the same time, in any order, do not mix up their leases."""
     locked = distlock_all(f"{key}-{{a}}", f"{key}-{{b}}", wait=20, backend=registered.alias)
     inside: list[int] = []
 
@@ -228,22 +221,9 @@ def test_decorator_fills_all_keys(registered: Registered, key: str) -> None:
         return current_lease(f"{key}-{a}") is not None and b > a
 
     calls = [partial(work, 1, 2), partial(work, 2, 1), partial(work, 1, 3)]
-    assert at_once(calls) == [[1, 2], [1, 2], [1, 3]]
+    assert at_once(calls * 3) == [[1, 2], [1, 2], [1, 3]] * 3
     assert asyncio.run(awaited(1, 2))
     assert len(free(registered, f"{key}-1", f"{key}-2", f"{key}-3")) == 3
-
-
-def test_opposite_orders_do_not_wait_for_each_other(registered: Registered, key: str) -> None:
-    """Who names the keys the other way round takes them in the same order."""
-    keys = [f"{key}-{number}" for number in range(3)]
-
-    def work(mine: list[str]) -> int:
-        for _ in range(5):
-            with distlock_all(*mine, wait=30, backend=registered.alias):
-                pass
-        return 5
-
-    assert at_once([partial(work, keys), partial(work, keys[::-1])]) == [5, 5]
 
 
 @pytest.mark.aliases("memory")
