@@ -69,50 +69,35 @@ def server(postgresql: str) -> str:
 # Columns
 
 
-@pytest.mark.parametrize(
-    ("table", "column"),
-    [
-        (TABLE, "storage_key"),
-        (TABLE, "token"),
-        (TABLE, "task_id"),
-        (FENCES, "storage_key"),
-        (WAITERS, "storage_key"),
-        (SEEN, "key"),
-        (NOTES, "storage_key"),
-    ],
-)
-def test_key_columns_compare_bytes(table: str, column: str) -> None:
+def test_key_columns_compare_bytes() -> None:
     """On PostgreSQL keys and tokens have the collation "C"."""
-    found = ask(
-        "default",
+    columns = {TABLE: ("storage_key", "token", "task_id"), SEEN: ("key",)}
+    columns |= dict.fromkeys((FENCES, WAITERS, NOTES), ("storage_key",))
+    query = (
         "SELECT collation_name FROM information_schema.columns"
-        " WHERE table_name = %s AND column_name = %s",
-        table,
-        column,
+        " WHERE table_name = %s AND column_name = %s"
     )
-    assert found == [("C",)]
+    for table, names in columns.items():
+        for name in names:
+            assert ask("default", query, table, name) == [("C",)], (table, name)
 
 
-@pytest.mark.parametrize(
-    ("table", "indexed"),
-    [
-        (TABLE, ["storage_key", "task_id", "token"]),
-        (FENCES, ["storage_key"]),
-        (WAITERS, ["id", "storage_key"]),
-        (SEEN, ["key"]),
-        (NOTES, ["storage_key", "until"]),
-    ],
-)
-def test_each_key_column_has_one_index(server: str, table: str, indexed: list[str]) -> None:
+def test_each_key_column_has_one_index(server: str) -> None:
     """No second index for LIKE, and none on a column that every extend writes."""
-    found = ask(
-        server,
+    query = (
         "SELECT a.attname FROM pg_index i JOIN pg_attribute a"
         " ON a.attrelid = i.indrelid AND a.attnum = ANY (i.indkey)"
-        " WHERE i.indrelid = to_regclass(%s) ORDER BY 1",
-        table,
+        " WHERE i.indrelid = to_regclass(%s) ORDER BY 1"
     )
-    assert [name for (name,) in found] == indexed
+    tables = {
+        TABLE: ["storage_key", "task_id", "token"],
+        FENCES: ["storage_key"],
+        WAITERS: ["id", "storage_key"],
+        SEEN: ["key"],
+        NOTES: ["storage_key", "until"],
+    }
+    for table, indexed in tables.items():
+        assert [name for (name,) in ask(server, query, table)] == indexed, table
 
 
 def test_projects_default_keys_change_nothing(sqlite: str) -> None:
@@ -172,6 +157,7 @@ def refused(counter: FenceCounter, using: str) -> dict[str, Callable[[], object]
     key = {"storage_key": counter.storage_key}
     return {
         "delete": counter.delete,
+        "delete using": lambda: counter.delete(using=using),
         "save": counter.save,
         "save some": lambda: counter.save(update_fields=["fence"]),
         "save by force": lambda: counter.save(force_update=True),
@@ -209,6 +195,9 @@ def test_model_refuses_to_take_a_fence_back(sqlite: str) -> None:
         with pytest.raises(LockUsageError, match="never"):
             change()
         assert FenceCounter.objects.using(sqlite).get().fence == 1, way
+    anew = FenceCounter(storage_key=counter.storage_key, key=counter.key, fence=0)
+    with pytest.raises((LockUsageError, DatabaseError)), transaction.atomic(using=sqlite):
+        anew.save(using=sqlite)
     # What is no fence may be changed through the queryset.
     assert FenceCounter.objects.using(sqlite).update(paused_by="somebody") == 1
     assert lock_and_release(sqlite) == 2
@@ -448,9 +437,7 @@ def _statistics(using: str, enough: Callable[[dict[str, int]], bool]) -> dict[st
         ask(using, "SELECT pg_stat_clear_snapshot()")
         names = ("n_tup_ins", "n_tup_upd", "n_tup_hot_upd")
         found = ask(
-            using,
-            f"SELECT {', '.join(names)} FROM pg_stat_user_tables WHERE relname = %s",
-            TABLE,
+            using, f"SELECT {', '.join(names)} FROM pg_stat_user_tables WHERE relname = %s", TABLE
         )
         counted = cast("dict[str, int]", dict(zip(names, found[0], strict=True)))
         if enough(counted):
