@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -88,23 +87,20 @@ def test_waiter_is_shown(backend: DatabaseBackend, key: str) -> None:
 
 
 def test_waiters_are_shown_in_order(backend: DatabaseBackend, key: str) -> None:
-    """The first to come first, also when it was noted again since; others' keys do not matter."""
-    notes = [noted(backend, key, host) for host in ("a", "b", "c")]
-    noted(backend, f"{key}-other", "elsewhere")
+    """The first to come first, also when it was noted again; each is forgotten by itself."""
+    notes = [noted(backend, key, host) for host in "abc"]
+    other = noted(backend, f"{key}-other", "elsewhere")
+    before, *_ = backend.waiters.of(key)
     assert backend.waiters.note(key, Holder(host="a"), 600, notes[0]) == notes[0]
-    assert waiting(backend, key) == ["a", "b", "c"]
-    assert waiting(backend, f"{key}-other") == ["elsewhere"]
-    assert waiting(backend, f"{key}-nobody") == []
-
-
-def test_waiter_is_noted_again(backend: DatabaseBackend, key: str) -> None:
-    """It is seen for longer, since the time that it came, and no second time."""
-    note = noted(backend, key, "a", 30)
-    (before,) = backend.waiters.of(key)
-    assert backend.waiters.note(key, Holder(host="a"), 60, note) == note
-    (after,) = backend.waiters.of(key)
+    after, *_ = backend.waiters.of(key)
     assert after.since == before.since
-    assert after.until - before.until >= timedelta(seconds=30)
+    assert after.until - before.until >= timedelta(seconds=540)
+    assert waiting(backend, key) == ["a", "b", "c"]
+    assert waiting(backend, f"{key}-nobody") == []
+    for note in (other, notes[0], notes[0]):
+        backend.waiters.drop(key, note)
+    assert waiting(backend, key) == ["b", "c"]
+    assert waiting(backend, f"{key}-other") == ["elsewhere"]
 
 
 def test_note_that_went_is_made_anew(backend: DatabaseBackend, key: str) -> None:
@@ -122,17 +118,6 @@ def test_note_that_went_is_made_anew(backend: DatabaseBackend, key: str) -> None
     assert waiting(backend, key) == ["a"]
     backend.waiters.drop(key, again)
     assert waiting(backend, key) == []
-
-
-def test_waiter_is_forgotten(backend: DatabaseBackend, key: str) -> None:
-    """That one alone, and as often as one likes."""
-    notes = [noted(backend, key, host) for host in ("a", "b")]
-    other = noted(backend, f"{key}-other", "c")
-    backend.waiters.drop(key, other)
-    for _ in range(2):
-        backend.waiters.drop(key, notes[0])
-    assert waiting(backend, key) == ["b"]
-    assert waiting(backend, f"{key}-other") == ["c"]
 
 
 def test_notes_of_the_dead_are_cleaned_up(backend: DatabaseBackend, key: str) -> None:
@@ -258,19 +243,6 @@ def test_key_of_any_length_can_be_waited_for(backend: DatabaseBackend, key_bytes
     note = noted(backend, key, "a")
     assert "a" in waiting(backend, key)
     backend.waiters.drop(key, note)
-
-
-def test_asynchronous_code_can_note(backend: DatabaseBackend, key: str) -> None:
-    """On the threads of the backend, as all that asks the store."""
-
-    async def note() -> list[str]:
-        made = await backend.threads.run(noted, backend, key, "a")
-        seen = await backend.threads.run(waiting, backend, key)
-        await backend.threads.run(backend.waiters.drop, key, made)
-        return seen
-
-    assert asyncio.run(note()) == ["a"]
-    assert waiting(backend, key) == []
 
 
 def test_notes_leave_no_session_behind(key: str) -> None:
