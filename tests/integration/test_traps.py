@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,22 +30,11 @@ from django_distlock.locks.attempts import BUSY_SECONDS
 from django_distlock.models import HeldLock
 from tests.backends import DATABASE
 from tests.contract.aliases import alias_like, locks_on
-from tests.contract.helpers import at_once, prompt, take
-from tests.processes import spawn
+from tests.contract.helpers import at_once, crew, prompt, race, take
 from tests.salted import SALT, number_of, turn_of
 from tests.shop.models import Row
 
-from .databases import (
-    APP,
-    TABLES,
-    ask,
-    errors_on,
-    migrate,
-    objects,
-    server,
-    statements_on,
-    tables,
-)
+from .databases import APP, TABLES, ask, errors_on, migrate, objects, server, statements_on, tables
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -54,7 +43,7 @@ TRAPS = {
     "D1": "tests/contract/test_transaction_release.py::test_key_is_free_once_the_data_is_committed",
     # An error that is swallowed between the lock and `atomic()`.
     "D2": "tests/contract/test_transaction_release.py"
-    "::test_error_that_is_swallowed_does_not_free_early",
+    "::test_key_waits_for_the_outermost_transaction",
     # `ATOMIC_REQUESTS` around every decorator.
     "D3": "tests/contract/test_transaction_requests.py::test_decorated_view_keeps_its_key_too",
     # Acquire inside of the caller's transaction.
@@ -136,20 +125,14 @@ def _both_paths() -> Iterator[list[BaseLockBackend]]:
 def test_d09_sqlite_processes_have_one_winner_a_round(key: str) -> None:
     """Of 8 processes that try at once, one gets the key each time, and none sees an error."""
     rounds = 6
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(
-                spawn("tests.integration.test_traps:try_when_told", key, rounds, PYTHONDEVMODE="")
-            )
-            for _ in range(8)
-        ]
+    with crew(8, f"{__name__}:try_when_told", key, rounds, PYTHONDEVMODE="") as workers:
         # Once more than there are rounds: whoever ends gives back what it holds.
-        for _ in range(rounds + 1):
-            for worker in workers:
-                worker.wait_for("ready", timeout=90)
+        for _ in range(rounds):
             for worker in workers:
                 worker.send("go")
-        outcomes = [worker.result(60) for worker in workers]
+            for worker in workers:
+                worker.wait_for("ready", timeout=90)
+        outcomes = race(workers)
     for number in range(rounds):
         assert sorted(filter(None, (each[number] for each in outcomes))) == [1], outcomes
 
@@ -171,18 +154,8 @@ def try_when_told(key: str, rounds: int) -> list[int | None]:
 
 def test_d09_sqlite_processes_wait_for_each_other(key: str) -> None:
     """8 processes that lock and release one key as fast as they can all get their turns."""
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(
-                spawn("tests.integration.test_traps:lock_again_and_again", key, PYTHONDEVMODE="")
-            )
-            for _ in range(8)
-        ]
-        for worker in workers:
-            worker.wait_for("ready", timeout=90)
-        for worker in workers:
-            worker.send("go")
-        fences = sorted(fence for worker in workers for fence in worker.result(60))
+    with crew(8, f"{__name__}:lock_again_and_again", key, PYTHONDEVMODE="") as workers:
+        fences = sorted(fence for each in race(workers) for fence in each)
     assert fences == list(range(1, 8 * 5 + 1))
 
 
