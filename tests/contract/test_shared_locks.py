@@ -279,11 +279,7 @@ def test_downgrade_of_a_paused_key(registered: Registered, key: str) -> None:
 @pytest.mark.stores("sqlite", "postgresql", "mysql", why="no transaction can be in the way")
 @pytest.mark.parametrize("way", ["queue", "guard"])
 def test_downgrade_waits_for_a_transaction(
-    registered: Registered,
-    key: str,
-    stranger: Stranger,
-    way: str,
-    monkeypatch: pytest.MonkeyPatch,
+    registered: Registered, key: str, stranger: Stranger, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is in the way for a moment says nothing about the lease."""
     with lock_of(registered, key) as lease:
@@ -324,22 +320,12 @@ def test_downgrade_inside_of_a_guard(registered: Registered, key: str) -> None:
 
 
 @SHARES
-def test_no_upgrade(registered: Registered, key: str) -> None:
-    """Two readers who wait to be alone would wait for each other; so it is refused at once."""
-    with (
-        lock_of(registered, key, shared=True) as lease,
-        prompt(),
-        pytest.raises(LockUsageError, match=r"cannot be locked exclusively.*downgrade") as caught,
-        lock_of(registered, key, reentrant=True),
-    ):
-        pass
-    assert caught.value.code == "reentrant"
-    assert not lease.held
-
-
-@SHARES
 def test_entering_again(registered: Registered, key: str) -> None:
-    """A reader inside a writer works under the writer's lease; and so does one inside a reader."""
+    """A reader inside a writer, or a reader, works under that lease; a writer inside is refused.
+
+    Two readers who wait to be alone would wait for each other.
+    """
+    writer = lock_of(registered, key, reentrant=True)
     for outer in (lock_of(registered, key), lock_of(registered, key, permits=2)):
         with outer as lease:
             with lock_of(registered, key, shared=True, reentrant=True) as inner:
@@ -348,6 +334,12 @@ def test_entering_again(registered: Registered, key: str) -> None:
                 pass
             assert caught.value.code == "reentrant"
             lease.check()
+    refused = pytest.raises(LockUsageError, match=r"cannot be locked exclusively.*downgrade")
+    with lock_of(registered, key, shared=True) as lease:
+        with prompt(), refused as caught, writer:
+            pass
+        assert caught.value.code == "reentrant"
+        assert lease.held
 
 
 @SHARES
