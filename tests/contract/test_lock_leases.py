@@ -41,6 +41,7 @@ from .locking import (
     in_a_block,
     in_a_call,
     lock_of,
+    outlive,
     take_away,
     taken,
 )
@@ -49,24 +50,28 @@ Extend = Callable[[Lease, Any], None]
 Release = Callable[[Lease], bool]
 
 
-@pytest.fixture(
-    params=[Lease.extend, lambda lease, ttl: asyncio.run(lease.aextend(ttl))], ids=TWINS
-)
-def extend(request: pytest.FixtureRequest) -> Extend:
+@pytest.fixture(params=TWINS)
+def twin(request: pytest.FixtureRequest) -> str:
+    """Say whether a test calls, or awaits: all that it does to one lease."""
+    return str(request.param)
+
+
+@pytest.fixture
+def extend(twin: str) -> Extend:
     """Give both ways to extend."""
-    made: Extend = request.param
-    return made
+    if twin == "called":
+        return Lease.extend
+    return lambda lease, ttl: asyncio.run(lease.aextend(ttl))
 
 
-@pytest.fixture(params=[Lease.release, lambda lease: asyncio.run(lease.arelease())], ids=TWINS)
-def release(request: pytest.FixtureRequest) -> Release:
+@pytest.fixture
+def release(twin: str) -> Release:
     """Give both ways to release."""
-    made: Release = request.param
-    return made
+    return Lease.release if twin == "called" else lambda lease: asyncio.run(lease.arelease())
 
 
 def test_lease_tells_what_is_held(registered: Registered, key: str) -> None:
-    """Key, alias, token, fence and times describe one holding."""
+    """Key, alias, token, fence and times describe one holding; its text names no secret."""
     with lock_of(registered, key, ttl=20) as lease:
         assert (lease.key, lease.backend) == (key, registered.alias)
         assert validate_token(lease.token) == lease.token
@@ -76,11 +81,13 @@ def test_lease_tells_what_is_held(registered: Registered, key: str) -> None:
         assert lease.stop_requested is False
         assert 19 < lease.remaining() <= 20
         assert lease.check() is None  # type: ignore[func-returns-value]
+        assert key in repr(lease)
+        assert lease.token not in f"{lease!r} {lease!s} {lease:}"
 
 
 @HAS_TTL
 def test_times_are_the_stores_and_aware(registered: Registered, key: str) -> None:
-    """`acquired_at` and `expires_at` are aware, a ttl apart, and what the store keeps."""
+    """They are a ttl apart; by the holder's own clock, a lease ends no later than by that one."""
     with lock_of(registered, key, ttl=20) as lease:
         assert lease.expires_at is not None
         assert lease.acquired_at.utcoffset() == lease.expires_at.utcoffset() == timedelta(0)
@@ -89,26 +96,12 @@ def test_times_are_the_stores_and_aware(registered: Registered, key: str) -> Non
         record = held(lock_backends[registered.alias], key)
         assert (record.acquired_at, record.expires_at) == (lease.acquired_at, lease.expires_at)
         assert (record.token, record.fence) == (lease.token, lease.fence)
-
-
-@HAS_TTL
-def test_holder_stops_before_the_store_expires(registered: Registered, key: str) -> None:
-    """By the holder's own clock the lease ends no later than by the store's."""
-    with lock_of(registered, key, ttl=20) as lease:
         for _ in range(2):
             now = datetime.now(UTC)
             left = lease.remaining()
-            assert lease.expires_at is not None
             # The clock of SQLite has milliseconds, and that of memory is read once.
             assert left <= (lease.expires_at - now).total_seconds() + 0.002
             lease.extend()
-
-
-def test_token_is_in_no_text_of_a_lease(registered: Registered, key: str) -> None:
-    """What is logged of a lease names the key, and not the secret."""
-    with lock_of(registered, key) as lease:
-        assert key in repr(lease)
-        assert lease.token not in f"{lease!r} {lease!s} {lease:}"
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -175,20 +168,12 @@ def test_renewal_that_is_heard_late_ends_no_lease_before_its_deadline(
     assert lease.release()
 
 
-def test_extend_without_a_number_gives_the_locks_ttl(
-    registered: Registered, key: str, extend: Extend
-) -> None:
-    """The ttl of the lock counts, not that of an earlier extend."""
+def test_extend_refuses_what_is_no_ttl(registered: Registered, key: str, extend: Extend) -> None:
+    """It changes nothing. Without one, the ttl of the lock counts, and not an earlier extend's."""
     lease = lock_of(registered, key, ttl=20).acquire()
     extend(lease, 5)
     extend(lease, None)
     assert 19 < lease.remaining() <= 20
-    assert lease.release()
-
-
-def test_extend_refuses_what_is_no_ttl(registered: Registered, key: str, extend: Extend) -> None:
-    """The rules of a ttl hold, and a refused one changes nothing."""
-    lease = lock_of(registered, key, ttl=20).acquire()
     before = lease.expires_at
     for ttl in (0, 0.05, -1, True, "5", math.nan, math.inf, 604_801, 10**400):
         with pytest.raises(InvalidArgument, match="ttl"):
@@ -250,11 +235,6 @@ def test_extend_of_a_key_that_was_taken_away_is_lost(
         assert other.fence > lease.fence
 
 
-def outlive(lease: Lease) -> None:
-    """Be a body that is too late."""
-    time.sleep(max(0.0, lease.deadline - monotonic()) + 0.05)
-
-
 def brief(registered: Registered, key: str, lose: Callable[[Lease], None]) -> Lock:
     """Describe a lock of which a body loses the lease soon."""
     return lock_of(registered, key, ttl=0.5 if lose is outlive else 30, heartbeat=False)
@@ -279,8 +259,7 @@ def test_block_that_outlived_its_lease_raises(
     assert grantable(lock_of(registered, key))
 
 
-@pytest.mark.parametrize("lose", [outlive, take_away])
-@pytest.mark.parametrize("way", [in_a_block, in_a_call])
+@pytest.mark.parametrize(("way", "lose"), [(in_a_block, take_away), (in_a_call, outlive)])
 def test_loss_never_hides_the_bodys_own_error(
     registered: Registered, key: str, way: Hold, lose: Callable[[Lease], None]
 ) -> None:
@@ -352,16 +331,3 @@ def test_of_many_releases_one_is_true(registered: Registered, key: str) -> None:
     lease = lock_of(registered, key).acquire()
     answers = [each.result() for each in [Later(lease.release) for _ in range(6)]]
     assert sorted(answers) == [False] * 5 + [True]
-
-
-def test_lease_of_acquire_is_bound_to_nothing(lock: Lock, registered: Registered) -> None:
-    """A lease from `acquire()` outlives the function that took it, and contends as anybody's."""
-    lease = lock.acquire()
-    assert lock.try_acquire() is None
-    assert taken(lock)
-    # Any thread may give it back.
-    assert Later(lease.release).result() is True
-    again = lock.try_acquire()
-    assert again is not None
-    assert registered.is_next(again.fence, lease.fence)
-    assert again.release()
