@@ -20,7 +20,7 @@ from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.processes import Process, spawn
 
-from .helpers import PATIENCE, PROMPT, Later, crew, held, noted, prompt, race
+from .helpers import PATIENCE, PROMPT, Later, contend, crew, held, noted, prompt, race, take
 from .locking import eventually, grantable, held_elsewhere, lock_of
 from .turn_workers import LAZY, granted_at, waits
 from .workers import WIDTH
@@ -146,9 +146,7 @@ def grant_is_late(granted_at: float, free_at: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "end",
-    [release, settle, force_release, extend_to_less, take_over],
-    ids=lambda end: end.__name__,
+    "end", [release, settle, force_release, extend_to_less, take_over], ids=lambda end: end.__name__
 )
 def test_end_of_a_grant_wakes_who_waits_for_it(
     registered: Registered, key: str, how: str, end: Callable[[Lease], float]
@@ -286,3 +284,24 @@ def test_released_key_is_soon_taken_again_by_a_lazy_waiter(
     assert lease.release() is True
     with prompt(1.1):
         assert lock.acquire().release() is True
+
+
+@pytest.mark.parametrize("seconds", [None, 20])
+def test_process_knows_that_it_gave_up_a_wanted_key(
+    registered: Registered, key: str, seconds: float | None
+) -> None:
+    """So that it may let the others go first; a key that nobody waited for is none of these."""
+    backend = lock_backends[registered.alias]
+    name = backend.queues.name_of(key)
+    assert backend.release(take(backend, key), seconds) is True
+    assert backend.queues.since_wanted(name) is None
+    backend.force_release(key)
+    grant = take(backend, key)
+    contend(backend, key, wanted=True)
+    assert backend.release(grant, seconds) is True
+    for _ in range(2):
+        since = backend.queues.since_wanted(name)
+        assert since is not None
+        assert 0 <= since < 20
+        assert backend.release(grant) is False
+    backend.force_release(key)

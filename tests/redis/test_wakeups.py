@@ -157,23 +157,6 @@ def test_expired_grant_is_called_out_by_nobody(store: RedisStore, key: str) -> N
         assert not [name for _channel, name in heard() if key in name]
 
 
-def test_process_knows_that_it_gave_up_a_wanted_key(backend: Any, key: str) -> None:
-    """So that it may let the others go first; a key that nobody waited for is none of these."""
-    name = backend.queues.name_of(key)
-    grant = take(backend, key)
-    assert backend.release(grant) is True
-    assert backend.queues.since_wanted(name) is None
-    settled = take(backend, f"{key}-b")
-    grant = take(backend, key)
-    for each in (grant, settled):
-        contend(backend, each.key, wanted=True)
-    assert backend.release(grant) is True
-    assert 0 <= backend.queues.since_wanted(name) < 60
-    assert backend.release(grant) is False
-    assert backend.release(settled, 60) is True
-    assert backend.queues.since_wanted(backend.queues.name_of(settled.key)) is not None
-
-
 def test_without_a_subscription_waiters_of_the_process_are_rung(backend: Any, key: str) -> None:
     """Where this process frees the key, threads and coroutines alike; and not where it does not."""
     grant = take(backend, key)
