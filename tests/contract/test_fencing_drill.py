@@ -21,7 +21,7 @@ from tests.shop.models import Account, Row
 
 from .fencing_workers import SHORT_TTL
 from .helpers import Later
-from .locking import eventually, grantable, lock_of
+from .locking import eventually, grantable, lock_of, using_of
 
 WORKERS = "tests.contract.fencing_workers"
 #: Rounds of the drill, for each configuration. By hand: `DISTLOCK_TEST_ROUNDS=500`.
@@ -41,11 +41,6 @@ EXPECTED = {"refused", "lost", "acquisition_timeout", "BackendUnavailable", *SES
 on = pytest.mark.aliases
 
 
-def database_of(registered: Registered) -> str:
-    """Return where the rows are: beside the locks, or on PostgreSQL."""
-    return registered.using or "default"
-
-
 def is_over(registered: Registered, key: str) -> bool:
     """Say whether the lease on a key is over, and the grace behind it."""
     return Later(lock_backends[registered.alias].read, key).result() is None
@@ -63,7 +58,7 @@ def working_since(key: str) -> datetime | None:
 @on("postgres", "mariadb", "sqlite", "redis")
 def test_who_stood_still_writes_no_fenced_row(registered: Registered, key: str) -> None:
     """All of its writes are refused and told, where the same lease alone would lose an update."""
-    alias, using = registered.alias, database_of(registered)
+    alias, using = registered.alias, using_of(registered)
     rows = {
         "fenced": Account.objects.using(using).create(name=key).pk,
         "plain": Row.objects.using(using).create(name=key).pk,
@@ -172,28 +167,6 @@ def test_who_stood_still_before_its_transaction_is_told(registered: Registered, 
             # What the first one did at the end of its blocks took nothing from its successor.
             second.send("enough")
             assert second.result() is True
-
-
-@on("postgres", "mariadb")
-def test_heartbeat_goes_on_beside_a_guard(registered: Registered, key: str) -> None:
-    """A guarded transaction that lasts for longer than the ttl costs no lease."""
-    using = registered.using
-    row = Row.objects.using(using).create(name=key)
-    with lock_of(registered, key, ttl=2.4) as lease:
-        renewed_behind_a_ttl = lease.deadline + 2.4
-        with lease.atomic():
-            # Not in silence, which PostgreSQL's server would end.
-            while lease.deadline < renewed_behind_a_ttl:
-                assert Row.objects.using(using).filter(pk=row.pk).exists()
-                lease.check()
-                time.sleep(0.02)
-            assert not grantable(lock_of(registered, key)), "a guarded key was granted"
-            row.value = 1
-            row.save()
-        lease.check()
-    row.refresh_from_db()
-    assert row.value == 1
-    assert grantable(lock_of(registered, key))
 
 
 class Worker:

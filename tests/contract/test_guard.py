@@ -21,16 +21,11 @@ from tests.shop.models import Row
 
 from .aliases import alias_like, locks_on, session_of
 from .helpers import Later
-from .locking import PAST, SHORT, eventually, grantable, lock_of, rolled_back, take_away
+from .locking import PAST, SHORT, eventually, grantable, lock_of, rolled_back, take_away, using_of
 
 CAN = pytest.mark.requires("supports_guard")
 #: A ttl in which also a busy machine comes to the guard.
 BRIEF = 2.0
-
-
-def using_of(registered: Registered) -> str:
-    """Return the database whose transactions are guarded."""
-    return registered.using or "default"
 
 
 def setting(using: str, name: str) -> str:
