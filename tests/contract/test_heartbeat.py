@@ -96,12 +96,10 @@ def test_what_nobody_renews_ends_by_its_ttl(registered: Registered, key: str) ->
 
 
 def test_extend_changes_what_the_next_beats_ask_for(registered: Registered, key: str) -> None:
-    """A longer ttl given inside of a block is renewed as such, and a shorter one in time."""
+    """A longer ttl is renewed as such, a shorter one in time; a request to stop is seen then."""
     backend = lock_backends[registered.alias]
-    longer, shorter = (
-        lock_of(registered, f"{key}:longer", ttl=TTL),
-        lock_of(registered, f"{key}:shorter", ttl=60),
-    )
+    longer = lock_of(registered, f"{key}:longer", ttl=TTL)
+    shorter = lock_of(registered, f"{key}:shorter", ttl=60)
     with longer as long, shorter as short:
         long.extend(9)
         short.extend(TTL)
@@ -113,16 +111,10 @@ def test_extend_changes_what_the_next_beats_ask_for(registered: Registered, key:
         assert short.held
         assert held(backend, short.key).ttl == TTL
         assert short.remaining() <= TTL
-
-
-def test_request_to_stop_is_seen_at_the_next_beat(registered: Registered, key: str) -> None:
-    """An operator's request reaches the holder without a question of its own."""
-    lock = lock_of(registered, key, ttl=TTL)
-    with lock as lease:
-        assert not lease.stop_requested
-        assert Later(lock_backends[registered.alias].request_stop, key).result() is not None
-        assert eventually(lambda: lease.stop_requested, timeout=TTL / 3 + 2 * NOISE)
-        assert lease.held
+        assert not short.stop_requested
+        assert Later(backend.request_stop, short.key).result() is not None
+        assert eventually(lambda: short.stop_requested, timeout=TTL / 3 + 2 * NOISE)
+        assert short.held
 
 
 @pytest.mark.requires("supports_ttl")
