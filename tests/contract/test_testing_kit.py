@@ -44,23 +44,18 @@ def lease(registered: Registered, key: str) -> Iterator[Lease]:
 
 
 def test_assertions_say_what_is_so(registered: Registered, key: str) -> None:
-    """Who fails is told who holds the key, as far as the store tells."""
+    """Who fails is told who holds the key, as far as the store tells; all contend with it."""
+    lock = lock_of(registered, key, wait=0)
     with pytest.raises(AssertionError, match=key):
         assert_locked(key, backend=registered.alias)
-    with lock_of(registered, key):
+    with hold(key, backend=registered.alias):
         assert_locked(key, backend=registered.alias)
         with pytest.raises(AssertionError, match=rf"{key}.* since \d{{4}}-.*fence"):
             assert_not_locked(key, backend=registered.alias)
-    assert_not_locked(key, backend=registered.alias)
-
-
-def test_somebody_else_holds_a_key(registered: Registered, key: str) -> None:
-    """Everybody contends with it, until the block is left."""
-    lock = lock_of(registered, key, wait=0)
-    with hold(key, backend=registered.alias):
         with pytest.raises(LockNotAcquired):
             lock.acquire()
         assert taken(lock)
+    assert_not_locked(key, backend=registered.alias)
     assert grantable(lock)
 
 
