@@ -218,18 +218,6 @@ def test_alias_that_is_misspelt_runs_nowhere(scope: RunScope, backend: dict[str,
     assert RUNS == []
 
 
-@pytest.mark.parametrize("scope", [RunScope.REQUIRE_GLOBAL, RunScope.PREFER_GLOBAL])
-def test_store_that_is_away_skips_the_tick(
-    key: str, scope: RunScope, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is logged as an error, and nothing runs: nobody knows whether another node does."""
-    with lose_connection():
-        skipped = tick(key, scope=scope, margin=0)()
-    assert isinstance(skipped, Skipped)
-    assert RUNS == []
-    assert any(each.levelno == logging.ERROR and key in each.message for each in caplog.records)
-
-
 def tick_in_async(name: str, **options: Any) -> Any:
     """Return the work of a schedule, which is a coroutine function, to be called."""
 
@@ -252,16 +240,19 @@ def locked_table() -> Iterator[psycopg.Connection[Any]]:
 
 
 @pytest.mark.parametrize("made", [tick, tick_in_async], ids=["called", "awaited"])
-def test_locked_table_is_no_other_node(
-    key: str, made: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("trouble", [locked_table, lose_connection])
+def test_trouble_of_the_store_is_no_other_node(
+    key: str, made: Any, trouble: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody does the work, so it is not left to others: the tick is an error."""
-    with locked_table():
-        skipped = Later(made(key, margin=0)).result()
-    assert isinstance(skipped, Skipped)
-    assert isinstance(skipped.why, BackendUnavailable)
-    assert RUNS == []
-    assert any(each.levelno == logging.ERROR and key in each.message for each in caplog.records)
+    """Nobody knows whether another one does the work, so it is not left to it: an error."""
+    for scope in (RunScope.REQUIRE_GLOBAL, RunScope.PREFER_GLOBAL):
+        with trouble():
+            skipped = Later(made(key, scope=scope, margin=0)).result()
+        assert isinstance(skipped, Skipped)
+        assert isinstance(skipped.why, BackendUnavailable)
+        assert RUNS == []
+        assert any(each.levelno == logging.ERROR and key in each.message for each in caplog.records)
+        caplog.clear()
 
 
 @pytest.mark.parametrize("made", [tick, tick_in_async], ids=["called", "awaited"])
