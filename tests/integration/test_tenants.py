@@ -84,8 +84,9 @@ def _ask(statement: str) -> Any:
         return cursor.fetchone()
 
 
-@pytest.mark.parametrize("atomic", [False, True])
-@pytest.mark.parametrize("in_tenants", [True, False], ids=["both", "shared"])
+@pytest.mark.parametrize(
+    ("in_tenants", "atomic"), [(True, False), (False, True)], ids=["both", "shared"]
+)
 def test_processes_of_two_tenants_exclude_each_other(
     postgresql: str, in_tenants: bool, atomic: bool
 ) -> None:
