@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -46,28 +45,6 @@ def lead(alias: str, key: str, pk: int, every: float, ttl: float) -> None:
 def candidate(alias: str, key: str, pk: int) -> Process:
     """Start one of many that would lead."""
     return spawn("tests.contract.test_leader_loop:lead", alias, key, pk, EVERY, TTL)
-
-
-def test_killed_leader_is_replaced_in_time(alias: str, key: str) -> None:
-    """A leader that writes every 5 s with a ttl of 10 s fails over within 15 s of `kill -9`."""
-    pk = Account.objects.create(name=key).pk
-    with candidate(alias, key, pk) as leader:
-        leader.wait_for("wrote")
-        with candidate(alias, key, pk) as successor:
-            successor.wait_for("stands by")
-            leader.wait_for("wrote")
-            leader.popen.send_signal(signal.SIGKILL)
-            killed_at = time.monotonic()
-            before = Account.objects.get(pk=pk).value
-            successor.wait_for("wrote", timeout=WITHIN + 10)
-            took = time.monotonic() - killed_at
-            print(f"every {EVERY:g} s, ttl {TTL:g} s, {alias}: written again after {took:.2f} s")
-            value = Account.objects.get(pk=pk).value
-            seen_at = time.monotonic()
-            assert value > before, "an update was lost"
-            assert took < WITHIN
-            # The successor may have written again until its value was read.
-            assert value - before <= 1 + (seen_at - killed_at - took) / EVERY + 1
 
 
 def test_leader_that_stands_still_loses_nothing(alias: str, key: str) -> None:
