@@ -37,6 +37,7 @@ from .locking import (
     PAST,
     SHORT,
     Heard,
+    by_hand,
     eventually,
     grantable,
     lock_of,
@@ -52,13 +53,6 @@ def in_a_block_that_raises(lock: Lock) -> Lease:
     """Leave a block by an exception."""
     with pytest.raises(ZeroDivisionError), lock as lease:
         raise ZeroDivisionError
-    return lease
-
-
-def by_hand(lock: Lock) -> Lease:
-    """Acquire and release."""
-    lease = lock.acquire()
-    assert lease.release() is True
     return lease
 
 
@@ -255,22 +249,12 @@ def test_end_of_the_interpreter_settles_the_window(
     registered: Registered, key: str, how: str
 ) -> None:
     """A process that ends without a release leaves the key taken for the window, and no longer."""
-    with spawn(f"{__name__}:hold_to_the_end", registered.alias, key, how) as worker:
+    window: dict[str, Any] = {"min_hold": 40} if how == "min_hold" else {"hold": True}
+    target = "tests.contract.lock_workers:hold_to_the_end"
+    with spawn(target, registered.alias, key, how, window) as worker:
         worker.wait_for("held")
         assert worker.popen.wait(timeout=20) == (3 if how == "block" else 0)
-    assert settled(registered, key) == timedelta(seconds=40 if how == "min_hold" else 20)
-
-
-def hold_to_the_end(alias: str, key: str, how: str) -> None:
-    """Take a window, in another process, and end this one."""
-    window: dict[str, Any] = {"min_hold": 40} if how == "min_hold" else {"hold": True}
-    lock = distlock(key, backend=alias, ttl=20, **window)
-    if how == "block":
-        with lock:
-            print("held")
-            raise SystemExit(3)
-    lock.acquire()
-    print("held")
+    assert settled(registered, key) == timedelta(seconds=40 if how == "min_hold" else 60)
 
 
 @pytest.mark.requires(supports_ttl=False)

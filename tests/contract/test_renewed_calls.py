@@ -43,6 +43,7 @@ from .locking import (
     grantable,
     in_a_block,
     lock_of,
+    outlive,
     take_away,
     taken,
 )
@@ -299,11 +300,6 @@ def test_lease_that_was_given_up_warns_of_nothing(registered: Registered, key: s
 
 
 # Releases behind a loss
-
-
-def outlive(lease: Lease) -> None:
-    """Let a lease end by its time."""
-    time.sleep(max(0.0, lease.deadline - monotonic()) + 0.05)
 
 
 @pytest.mark.parametrize("lose", [outlive, take_away])
