@@ -198,24 +198,6 @@ def test_release_of_what_was_over_calls_out(key: str, ear: Ear) -> None:
         assert backend.queues.since_wanted(backend.queues.name_of(key)) is None
 
 
-@pytest.mark.parametrize("end", ["release", "settle"])
-def test_process_remembers_that_it_freed_a_wanted_key(
-    backend: DatabaseBackend, key: str, end: str
-) -> None:
-    """The answer is still True; who frees a key that others wait for can be told of it."""
-    name = backend.queues.name_of(key)
-    grant = take(backend, key)
-    assert EVENTS[end](backend, key, grant) is True
-    assert backend.queues.since_wanted(name) is None
-    backend.force_release(key)
-    grant = take(backend, key)
-    contend(backend, key, wanted=True)
-    assert EVENTS[end](backend, key, grant) is True
-    since = backend.queues.since_wanted(name)
-    assert since is not None
-    assert 0 <= since < 20
-
-
 def test_busy_answers_call_nothing_out(backend: DatabaseBackend, key: str, ear: Ear) -> None:
     """Where the record is locked by somebody else, nothing is changed and nothing is said."""
     grant = take(backend, key)
