@@ -112,16 +112,14 @@ def test_stalled_acquire_has_no_rival(backend: BaseLockBackend, store: Store, ke
 
 
 @RESTLESS
-@pytest.mark.parametrize("how", ["takeover", pytest.param("expiry", marks=HAS_TTL)])
+@HAS_TTL
 def test_one_of_many_follows(
-    backend: BaseLockBackend, registered: Registered, elapse: Elapse, key: str, how: str
+    backend: BaseLockBackend, registered: Registered, elapse: Elapse, key: str
 ) -> None:
-    """Of those who would replace one dead holder, or find its lease expired, one does."""
+    """Of those who find a lease expired, one has the key."""
     old = take(backend, key, 5)
-    replace = old.token if how == "takeover" else None
-    if how == "expiry":
-        elapse(6.1)
-    answers = at_once([lambda: backend.acquire(key, new_token(), 30, replace=replace)] * 4)
+    elapse(6.1)
+    answers = at_once([lambda: backend.acquire(key, new_token(), 30)] * 4)
     fence = only([each.fence for each in answers if isinstance(each, Grant)])
     assert fence > old.fence, "a fence came again"
     assert registered.is_next(fence, old.fence)
@@ -145,11 +143,7 @@ def _until_free(store: Store, grant: Grant) -> None:
 
 @STALLS
 def test_stalled_extend_wins_over_an_acquire(
-    backend: BaseLockBackend,
-    store: DatabaseStore,
-    stranger: Stranger,
-    nearly_over: Grant,
-    key: str,
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, nearly_over: Grant, key: str
 ) -> None:
     """An acquire that found the key free while an extend was on its way does not get it."""
     stranger.hold(key)
@@ -169,11 +163,7 @@ def test_stalled_extend_wins_over_an_acquire(
 
 @STALLS
 def test_extend_and_acquire_have_one_winner(
-    backend: BaseLockBackend,
-    store: DatabaseStore,
-    stranger: Stranger,
-    nearly_over: Grant,
-    key: str,
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, nearly_over: Grant, key: str
 ) -> None:
     """Where an extend stalls past the end of its lease, it or the acquire behind it loses."""
     stranger.hold(key)
