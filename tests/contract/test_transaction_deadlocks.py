@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from contextvars import Context
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -120,31 +120,16 @@ def test_synchronous_code_of_a_task_goes_on_with_the_lease(
     assert grantable(lock)
 
 
-def both(
-    first: Lock, second: Lock, around: Callable[[], AbstractContextManager[object]]
-) -> tuple[list[str], str]:
-    """Take two locks in two threads in opposite order; return who got both, and the error."""
-    barrier, finished, refused = threading.Barrier(2), [], []
-
-    def take(one: Lock, other: Lock) -> None:
+def refused_of(*calls: Callable[[], object]) -> str:
+    """Call at once what goes on in a thread each; return what the one said that was refused."""
+    refused = []
+    for each in [Later(call) for call in calls]:
         try:
-            with around(), ExitStack() as stack:
-                stack.enter_context(one)
-                if around is not nullcontext:
-                    # The transaction keeps what the block has left.
-                    stack.close()
-                barrier.wait(SOON)
-                with other:
-                    pass
+            each.result()
         except LockNotAcquired as error:
             refused.append(str(error))
-        else:
-            finished.append(one.key)
-
-    for each in [Later(take, first, second), Later(take, second, first)]:
-        each.result()
     assert len(refused) == 1, refused
-    return finished, refused[0]
+    return refused[0]
 
 
 @pytest.mark.parametrize("way", ["transactions", "blocks"])
@@ -154,10 +139,19 @@ def test_of_two_that_wait_for_each_other_one_is_refused(
     """The one that would give up first, at once, with both keys; the other one goes on."""
     patient = lock_of(registered, f"{key}:patient", wait=60)
     hasty = lock_of(registered, f"{key}:hasty", wait=60)
-    around = transaction.atomic if way == "transactions" else nullcontext
+    barrier = threading.Barrier(2)
+
+    def take(one: Lock, other: Lock) -> None:
+        with transaction.atomic() if way == "transactions" else one:
+            # The transaction keeps what the block has left.
+            with one if way == "transactions" else nullcontext():
+                pass
+            barrier.wait(SOON)
+            with other:
+                pass
+
     with prompt(SOON):
-        finished, error = both(patient, hasty, around)
-    assert len(finished) == 1
+        error = refused_of(partial(take, patient, hasty), partial(take, hasty, patient))
     assert f"{key}:patient" in error
     assert f"{key}:hasty" in error
     assert grantable(patient)
@@ -167,7 +161,7 @@ def test_of_two_that_wait_for_each_other_one_is_refused(
 def test_asynchronous_block_that_goes_on_with_a_lease_may_be_in_a_circle(key: str) -> None:
     """Whoever waits for it is refused at once, as in front of any other block."""
     x, y = (distlock(f"{key}:{name}", backend="memory", wait=60) for name in "xy")
-    barrier, refused = threading.Barrier(2), []
+    barrier = threading.Barrier(2)
 
     async def main() -> None:
         async with x:
@@ -187,12 +181,7 @@ def test_asynchronous_block_that_goes_on_with_a_lease_may_be_in_a_circle(key: st
             with x:
                 pass
 
-    for each in [Later(one), Later(other)]:
-        try:
-            each.result()
-        except LockNotAcquired as error:
-            refused.append(str(error))
-    assert len(refused) == 1, refused
+    refused_of(one, other)
 
 
 def test_who_waits_for_one_of_several_permits_is_in_no_circle(key: str) -> None:
@@ -243,7 +232,7 @@ def test_who_gives_up_first_is_refused(key: str, wait: float) -> None:
 def test_block_that_is_left_may_close_the_circle(key: str) -> None:
     """Of the tasks of a transaction, one waits while another leaves what somebody waits for."""
     x, y = (distlock(f"{key}:{name}", backend="memory", wait=30) for name in "xy")
-    x_is_held, y_is_kept, said = threading.Event(), threading.Event(), []
+    x_is_held, y_is_kept = threading.Event(), threading.Event()
 
     async def waiter() -> None:
         async with y:
@@ -271,16 +260,10 @@ def test_block_that_is_left_may_close_the_circle(key: str) -> None:
             with x:
                 pass
 
-    started = time.monotonic()
-    for each in [Later(one), Later(other)]:
-        try:
-            each.result()
-        except LockNotAcquired as error:
-            said.append(str(error))
-    assert time.monotonic() - started < SOON
-    assert len(said) == 1
-    assert x.key in said[0]
-    assert y.key in said[0]
+    with prompt(SOON):
+        said = refused_of(one, other)
+    assert x.key in said
+    assert y.key in said
 
 
 def test_task_that_was_begun_in_a_block_is_not_inside_of_it(key: str) -> None:
