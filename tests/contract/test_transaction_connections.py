@@ -6,19 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import psycopg
 import pytest
-from django.conf import settings
 from django.db import connections, transaction
-from django.test.runner import DiscoverRunner
 
 from django_distlock import Lock, distlock
 from tests.backends import Registered
-from tests.processes import spawn
 from tests.shop.models import Row
 
 from .aliases import alias_like, counted_alias, locks_on, sessions
-from .helpers import Later
 from .locking import eventually
 
 pytestmark = pytest.mark.stores("postgresql", "mysql", why="locks run on no session of the thread")
@@ -69,38 +64,3 @@ def test_lock_takes_nothing_from_the_projects_pool(registered: Registered, key: 
             finally:
                 connections[using].close()
                 connections[using].close_pool()  # type: ignore[attr-defined]
-
-
-def drop_after_locks(key: str) -> bool:
-    """Be a test run: make a database, lock from threads inside transactions, drop it."""
-    options = connections.settings["default"]
-    options["NAME"] = settings.DATABASES["default"]["NAME"]
-    name = options["TEST"]["NAME"] = f"distlock_{key}"
-    runner = DiscoverRunner(verbosity=0, interactive=False)
-    made = runner.setup_databases(aliases={"default"})
-    assert options["NAME"] == name
-
-    def work(number: int) -> None:
-        for alias in ("postgres", "postgres_orm"):
-            lock_inside("default", distlock(f"{key}:{number}", backend=alias))
-
-    for thread in [Later(work, number) for number in range(4)]:
-        thread.result()
-    work(4)
-    # Sessions that are still connected would make this fail.
-    runner.teardown_databases(made)
-    return True
-
-
-def test_test_database_can_be_dropped(key: str) -> None:
-    """The end of a test run finds no session of ours in its database."""
-    target = "tests.contract.test_transaction_connections:drop_after_locks"
-    with spawn(target, key) as run:
-        assert run.result(timeout=60) is True
-    given = connections["default"].settings_dict
-    with psycopg.connect(
-        host=given["HOST"], port=given["PORT"], user=given["USER"], password=given["PASSWORD"],
-        dbname="postgres",
-    ) as raw:  # fmt: skip
-        found = raw.execute("SELECT 1 FROM pg_database WHERE datname = %s", [f"distlock_{key}"])
-        assert found.fetchone() is None

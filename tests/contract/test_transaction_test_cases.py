@@ -22,7 +22,7 @@ from tests.services_plugin import KINDS
 from tests.shop.models import Row
 
 from .aliases import ALL, for_each, run_cases
-from .helpers import PATIENCE
+from .helpers import PATIENCE, Later
 from .locking import rolled_back
 
 HERE = [each.alias for each in BACKENDS.values() if each.alias in settings.DISTLOCK]
@@ -139,6 +139,20 @@ class InTransactionTestCase(TransactionTestCase):
         with lock:
             pass
 
+    def test_threads_leave_no_session(self) -> None:
+        """Locks of threads inside of transactions: the end of the run drops the databases."""
+
+        def work(number: int) -> None:
+            lock = distlock(f"thread:{number}:{os.getpid()}", backend=self.alias, wait=20)
+            with transaction.atomic():
+                Row.objects.exists()
+                with lock as lease:
+                    lease.extend()
+
+        for each in [Later(work, number) for number in range(4)]:
+            each.result()
+        work(4)
+
 
 def run_test_cases() -> dict[str, Any]:
     """Be a test run."""
@@ -150,4 +164,4 @@ def run_test_cases() -> dict[str, Any]:
 def test_locks_work_in_django_test_cases() -> None:
     """`TestCase` and `TransactionTestCase` run as in a project, and drop their databases."""
     with spawn("tests.contract.test_transaction_test_cases:run_test_cases") as run:
-        assert run.result(PATIENCE) == {"ran": 11 * len(HERE), "fine": True}
+        assert run.result(PATIENCE) == {"ran": 12 * len(HERE), "fine": True}
