@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -40,6 +41,12 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what stays until the end: the tests themselves, and modules."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def key() -> str:
+    """Give a text that only this test uses: a key, or the start of several."""
+    return f"t{secrets.token_hex(6)}"
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -52,12 +51,6 @@ def _databases(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Ite
             connection.close()
         forget()
         end_sessions()
-
-
-@pytest.fixture
-def key() -> str:
-    """Give a text that only this test uses: a key, or the start of several."""
-    return f"t{secrets.token_hex(6)}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,6 @@ def _databases(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Ite
 def unknown_redis() -> None:
     """Let nobody remember what data the servers of other tests had."""
     SeenFence.objects.filter(key__startswith="\u2329data-mark:").delete()
-
-
-@pytest.fixture
-def key() -> str:
-    """Give a text that only this test uses: a key, or the start of several."""
-    return f"t{secrets.token_hex(6)}"
 
 
 @pytest.fixture

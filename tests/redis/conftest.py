@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -19,12 +18,6 @@ from tests.redis_servers import private_redis
 
 from .hearing import Warned
 from .servers import backend_on, client_of, renew
-
-
-@pytest.fixture
-def key() -> str:
-    """Give a text that only this test uses: a key, or the start of several."""
-    return f"t{secrets.token_hex(6)}"
 
 
 @pytest.fixture
