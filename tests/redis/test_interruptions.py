@@ -10,13 +10,10 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant, Record
 from tests.contract.helpers import contend, held, take
 from tests.contract.stores_redis import RedisStore
+from tests.interrupting import Interrupted
 from tests.keeper import Server
 
 from .servers import backend_on, eventually
-
-
-class Interrupted(BaseException):
-    """What a signal's handler raises, such as that of a time limit."""
 
 
 def interrupt_next_answer(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
