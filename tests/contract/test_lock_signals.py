@@ -17,16 +17,7 @@ from django_distlock.handler import lock_backends
 from tests.backends import Registered
 
 from .conftest import Hold
-from .locking import (
-    PAST,
-    SHORT,
-    Heard,
-    grantable,
-    held_elsewhere,
-    lock_of,
-    receiving,
-    take_away,
-)
+from .locking import PAST, SHORT, Heard, grantable, held_elsewhere, lock_of, receiving, take_away
 
 NAMES = ("lock_acquired", "lock_not_acquired", "lock_extended", "lock_released", "lock_lost")
 FIRED: dict[str, Signal] = {name: getattr(signals, name) for name in NAMES}

@@ -13,10 +13,7 @@ from tests.shop.models import Row
 from .helpers import crew, race
 from .transaction_workers import SEVERAL
 
-SIZES = [
-    pytest.param(1, id="quick"),
-    pytest.param(25, id="full", marks=pytest.mark.nightly),
-]
+SIZES = [pytest.param(1, id="quick"), pytest.param(25, id="full", marks=pytest.mark.nightly)]
 KEYS = 50
 WORKERS = "tests.contract.transaction_workers"
 

@@ -12,16 +12,7 @@ from pathlib import Path
 import pytest
 
 from .databases import new_database
-from .newcomers import (
-    PATIENCE,
-    ROOT,
-    blocks,
-    environment,
-    sh,
-    start_project,
-    text_of,
-    the_block,
-)
+from .newcomers import PATIENCE, ROOT, blocks, environment, sh, start_project, text_of, the_block
 
 #: Pages whose code other tests type, and these tests.
 ELSEWHERE = {

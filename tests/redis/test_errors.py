@@ -135,8 +135,7 @@ def test_server_that_cannot_save(key: str) -> None:
         client.config_set("save", "3600 1")
         client.bgsave()
         eventually(
-            lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err",
-            "saving fails",
+            lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", "saving fails"
         )
         assert is_unavailable(attempt(backend_on(server.url), key), "service_unavailable")
 

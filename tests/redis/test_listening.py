@@ -34,7 +34,7 @@ def test_nobody_listens_before_somebody_waits(backend: Any, client: Any, key: st
 def test_other_process_hands_over(store: RedisStore, key: str) -> None:
     """A waiter who asks nothing meanwhile is woken by a release elsewhere, and gets the key."""
     backend = store.variant()
-    with spawn("tests.redis.workers:hold", key) as worker:
+    with spawn("tests.contract.lock_workers:hold_until_told", "redis", key, 60, "") as worker:
         worker.wait_for("held")
         with waiting(backend, key) as waiter:
             contend(backend, key, wanted=True)

@@ -12,14 +12,7 @@ from tests.contract.helpers import Later, contend, take
 from tests.keeper import Server, free_port
 
 from .hearing import Waiter, Warned, hand_over, subscriptions, threads, waiting
-from .servers import (
-    PATIENCE,
-    SILENCE,
-    backend_on,
-    eventually,
-    stopped,
-    with_query,
-)
+from .servers import PATIENCE, SILENCE, backend_on, eventually, stopped, with_query
 
 pytestmark = pytest.mark.faults
 
