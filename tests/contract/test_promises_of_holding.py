@@ -7,8 +7,6 @@ import queue
 import shutil
 import subprocess
 import time
-from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -142,26 +140,6 @@ def test_lease_that_a_rolled_back_transaction_took_up_stands(
     lease.extend()
     assert lease.release() is True
     assert grantable(lock)
-
-
-@HAS_TTL
-def test_window_outlives_a_later_block_that_has_none(registered: Registered, key: str) -> None:
-    """Whoever asks for the key in the same transaction is refused."""
-    lock = lock_of(registered, key, ttl=20)
-    with transaction.atomic(using=beside(registered)):
-        with replace(lock, min_hold=20.0):
-            pass
-        assert lock.try_acquire() is None
-    backend = lock_backends[registered.alias]
-
-    def is_settled() -> bool:
-        record = Later(backend.read, key).result()
-        return record is None or record.is_settled
-
-    assert eventually(is_settled, timeout=5)
-    record = Later(held, backend, key).result()
-    assert record.expires_at == record.acquired_at + timedelta(seconds=20)
-    backend.force_release(key)
 
 
 @pytest.mark.parametrize("answer", [BackendUnavailable("away"), UNKNOWN], ids=["away", "busy"])
