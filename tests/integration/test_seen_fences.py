@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -19,9 +20,8 @@ from django_distlock.fencing import seen
 from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import FenceJump, mark_of, see, set_mark
 from django_distlock.models import SeenFence
-from tests.contract.helpers import Later, at_once
+from tests.contract.helpers import Later, at_once, crew, race
 from tests.contract.locking import rolled_back
-from tests.processes import spawn
 
 from .databases import here
 from .histories import Attempt, attempted, rising, wrong
@@ -209,28 +209,19 @@ LAST = 120
 
 def test_no_lower_fence_passes_behind_a_higher_one(using: str, key: str) -> None:
     """Three processes come with fences that mostly rise; the order is right throughout."""
-    target = "tests.integration.test_seen_fences:come_rising"
-    workers = [spawn(target, using, key, seed) for seed in range(3)]
-    try:
-        for worker in workers:
-            worker.wait_for("ready", timeout=60)
-        for worker in workers:
-            worker.send("go")
-        together = [Attempt(*each) for worker in workers for each in worker.result(timeout=90)]
-    finally:
-        for worker in workers:
-            worker.kill()
+    with crew(3, f"{__name__}:come_rising", using, key) as workers:
+        together = [Attempt(*each) for history in race(workers) for each in history]
     assert wrong(together) == []
     assert {each.passed for each in together} == {True, False}
     assert row(using, key).fence == LAST
 
 
-def come_rising(using: str, key: str, seed: int) -> list[Attempt]:
+def come_rising(using: str, key: str) -> list[Attempt]:
     """Be a process of a service."""
     connections[using].ensure_connection()
     print("ready")
     input()
     act = passing(using, key)
-    history = [attempted(fence, act) for fence in rising(LAST, seed)]
+    history = [attempted(fence, act) for fence in rising(LAST, os.getpid())]
     connections.close_all()
     return history
