@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -35,7 +35,7 @@ from tests.shop.models import Row
 
 from .aliases import alias_like
 from .helpers import Later, prompt, take
-from .locking import eventually, grantable, held_elsewhere, lock_of
+from .locking import eventually, grantable, held_elsewhere, lock_of, using_of
 from .stores import DatabaseStore, Stranger
 
 #: Where others may go on beside a transaction that writes.
@@ -45,11 +45,6 @@ pytestmark = [
     pytest.mark.requires("supports_transactions"),
     pytest.mark.stores("sqlite", "postgresql", "mysql", why="it has no part in transactions"),
 ]
-
-
-def using_of(registered: Registered) -> str:
-    """Return the database whose transactions are meant."""
-    return registered.using or "default"
 
 
 def locks(registered: Registered, *keys: str, **how: Any) -> bool:
@@ -104,12 +99,17 @@ def test_key_is_locked_until_the_transaction_ends(registered: Registered, key: s
 
 @SIDE_BY_SIDE
 def test_shared_key_is_shared(registered: Registered, key: str) -> None:
-    """Those who share it have it at the same time; leases and others are kept out."""
+    """By transactions, and on PostgreSQL by leases as well; who wants it alone is kept out."""
+    reader, alone = lock_of(registered, key, shared=True, wait=0), lock_of(registered, key, wait=0)
     with transaction.atomic(using=using_of(registered)):
         transaction_lock(key, shared=True, backend=registered.alias)
         assert locks(registered, key, shared=True)
         assert not locks(registered, key)
-        assert not grantable(lock_of(registered, key, wait=0))
+        assert grantable(reader) is (registered.store == "postgresql")
+        assert not grantable(alone)
+    with locked_elsewhere(registered, key):
+        assert not grantable(reader)
+    assert grantable(reader)
     assert locks(registered, key)
 
 
@@ -132,26 +132,14 @@ def test_lease_keeps_transactions_out(registered: Registered, key: str) -> None:
 
 @SIDE_BY_SIDE
 def test_lease_waits_for_the_transaction(registered: Registered, key: str) -> None:
-    """Who waits for a key that a transaction has locked is granted it behind the commit."""
-    with transaction.atomic(using=using_of(registered)):
-        transaction_lock(key, backend=registered.alias)
+    """Refused, it says what keeps the key, and is no trouble; waiting, it comes behind the end."""
+    store = lock_backends[registered.alias]
+    with locked_elsewhere(registered, key):
+        with pytest.raises(LockNotAcquired, match="a transaction has locked it"):
+            lock_of(registered, key, wait=0).acquire()
         waiter = Later(lock_of(registered, key, wait=30).acquire)
-        waiting = lock_of(registered, key)
-        store = lock_backends[waiting.backend]
         assert eventually(lambda: store.queues.name_of(key) in store.queues, 20)
     Later(waiter.result().release).result()
-
-
-@SIDE_BY_SIDE
-def test_lease_that_is_refused_says_that_a_transaction_keeps_the_key(
-    registered: Registered, key: str
-) -> None:
-    """It is contention, and no store that does not answer."""
-    with (
-        locked_elsewhere(registered, key),
-        pytest.raises(LockNotAcquired, match="a transaction has locked it"),
-    ):
-        lock_of(registered, key, wait=0).acquire()
 
 
 @pytest.mark.aliases("postgres")
@@ -174,11 +162,7 @@ def test_acquire_under_way_is_no_transaction(
 @pytest.mark.aliases("postgres", "mariadb")
 @pytest.mark.parametrize("permits", [1, None])
 def test_extend_in_flight_is_waited_for(
-    registered: Registered,
-    store: DatabaseStore,
-    stranger: Stranger,
-    key: str,
-    permits: int | None,
+    registered: Registered, store: DatabaseStore, stranger: Stranger, key: str, permits: int | None
 ) -> None:
     """What looks over may last: an extend that began in time, and has yet to be committed."""
     grant = take(store.backend, key, 5, permits=permits)
@@ -233,30 +217,23 @@ def test_any_wait_is_possible(registered: Registered, key: str, wait: Any) -> No
 
 
 @pytest.mark.aliases("postgres")
-def test_snapshot_that_was_asked_for_in_sql_is_refused(registered: Registered, key: str) -> None:
-    """Django does not know of it; the transaction goes on."""
-    with transaction.atomic(), connections["default"].cursor() as cursor:
-        cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-        with pytest.raises(LockUsageError, match="snapshot"):
-            transaction_lock(key, backend=registered.alias)
-        cursor.execute("SELECT 1")
-
-
-@pytest.mark.aliases("postgres")
-@pytest.mark.parametrize("was_held", [False, True])
-def test_transaction_that_may_only_read_locks_no_key(
-    registered: Registered, key: str, was_held: bool
+@pytest.mark.parametrize(
+    ("mode", "refused"),
+    [("ISOLATION LEVEL REPEATABLE READ", "snapshot"), ("READ ONLY", "may only read")],
+)
+def test_mode_that_was_asked_for_in_sql_is_refused(
+    registered: Registered, key: str, mode: str, refused: str
 ) -> None:
-    """Neither one that was held before, nor one that never was."""
-    if was_held:
-        take_and_release(registered, key)
-    with (  # noqa: PT012
-        pytest.raises(LockUsageError, match="may only read"),
-        transaction.atomic(),
-        connections["default"].cursor() as cursor,
-    ):
-        cursor.execute("SET TRANSACTION READ ONLY")
-        transaction_lock(key, backend=registered.alias)
+    """Django does not know of it. The key may have been held before, or not."""
+    take_and_release(registered, f"{key}-2")
+    for each in (key, f"{key}-2"):
+        with transaction.atomic(), connections["default"].cursor() as cursor:
+            cursor.execute(f"SET TRANSACTION {mode}")
+            with pytest.raises(LockUsageError, match=refused):
+                transaction_lock(each, backend=registered.alias)
+            if refused == "snapshot":
+                # The transaction goes on.
+                cursor.execute("SELECT 1")
 
 
 @pytest.mark.aliases("mariadb")
@@ -324,36 +301,27 @@ def test_transaction_that_has_the_file_waits_for_no_lease(
 
 
 @pytest.mark.stores("mysql", why="it gives up what was locked")
-def test_what_stays_locked_behind_a_refusal_is_known(registered: Registered, key: str) -> None:
-    """A lease of it would wait for the transaction."""
-    with transaction.atomic(using=using_of(registered)):
-        with locked_elsewhere(registered, f"{key}-2"), pytest.raises(LockNotAcquired):
-            transaction_lock(f"{key}-1", f"{key}-2", wait=0, backend=registered.alias)
-        with pytest.raises(LockUsageError, match="transaction_lock"):
-            lock_of(registered, f"{key}-1", wait=1).acquire()
-
-
-@pytest.mark.stores("mysql", why="it gives up what was locked")
-def test_refusal_before_anything_is_locked_leaves_nothing(registered: Registered, key: str) -> None:
-    """A lease that is seen at once: the keys before it can be leased."""
-    with transaction.atomic(using=using_of(registered)):
-        with held_elsewhere(lock_of(registered, f"{key}-2")), pytest.raises(LockNotAcquired):
-            transaction_lock(f"{key}-1", f"{key}-2", wait=0, backend=registered.alias)
-        with lock_of(registered, f"{key}-1", wait=0) as lease:
-            assert lease.held
-
-
-@pytest.mark.stores("mysql", why="it gives up what was locked")
-def test_what_stays_locked_behind_trouble_is_known(
-    registered: Registered, stranger: Stranger, key: str
+@pytest.mark.parametrize("by", ["lease", "transaction", "stranger"])
+def test_what_stays_locked_behind_a_refusal_is_known(
+    registered: Registered, stranger: Stranger, key: str, by: str
 ) -> None:
-    """A stranger's lock of a later key is no refusal, and frees none of those before."""
-    stranger.queue(f"{key}-2")
+    """A lease of it would wait for the transaction. Of what is refused at the look, nothing is."""
+    held: AbstractContextManager[object] = nullcontext()
+    if by == "stranger":
+        stranger.queue(f"{key}-2")
+    elif by == "transaction":
+        held = locked_elsewhere(registered, f"{key}-2")
+    else:
+        held = held_elsewhere(lock_of(registered, f"{key}-2"))
+    first = lock_of(registered, f"{key}-1", wait=1)
     with transaction.atomic(using=using_of(registered)):
-        with pytest.raises(BackendUnavailable):
+        with held, pytest.raises(BackendUnavailable if by == "stranger" else LockNotAcquired):
             transaction_lock(f"{key}-1", f"{key}-2", wait=0, backend=registered.alias)
-        with pytest.raises(LockUsageError, match="transaction_lock"):
-            lock_of(registered, f"{key}-1", wait=1).acquire()
+        if by == "lease":
+            assert first.acquire().release()
+        else:
+            with pytest.raises(LockUsageError, match="transaction_lock"):
+                first.acquire()
 
 
 @pytest.mark.stores("mysql", why="it gives up what was locked")
@@ -413,25 +381,18 @@ def test_savepoint_gives_up_what_was_locked_in_it(registered: Registered, key: s
 
 def test_waiting_ends_in_time(registered: Registered, key: str) -> None:
     """Behind `wait` it is refused, whoever has the key."""
-    with (
-        held_elsewhere(lock_of(registered, key)),
-        prompt(0.3, least=0.3),
-        pytest.raises(LockNotAcquired),
-        transaction.atomic(using=using_of(registered)),
-    ):
-        transaction_lock(key, wait=0.3, backend=registered.alias)
-
-
-@SIDE_BY_SIDE
-def test_waiting_for_a_transaction_ends_in_time(registered: Registered, key: str) -> None:
-    """The same where the key is locked by another transaction."""
-    with (
-        locked_elsewhere(registered, key),
-        prompt(0.3, least=0.2),
-        pytest.raises(LockNotAcquired),
-        transaction.atomic(using=using_of(registered)),
-    ):
-        transaction_lock(key, wait=0.3, backend=registered.alias)
+    ways: list[AbstractContextManager[object]] = [held_elsewhere(lock_of(registered, key))]
+    if registered.store != "sqlite":  # One writer per file.
+        ways.append(locked_elsewhere(registered, key))
+    for number, held in enumerate(ways):
+        with (
+            held,
+            # The server counts by itself how long it waits for a transaction.
+            prompt(0.3, least=0.2 if number else 0.3),
+            pytest.raises(LockNotAcquired),
+            transaction.atomic(using=using_of(registered)),
+        ):
+            transaction_lock(key, wait=0.3, backend=registered.alias)
 
 
 @pytest.mark.aliases("postgres")
@@ -508,36 +469,22 @@ def test_guard_of_its_own_lease_is_in_nobodys_way(registered: Registered, key: s
 
 
 @SIDE_BY_SIDE
-def test_lease_left_to_the_transaction_is_not_in_its_way(registered: Registered, key: str) -> None:
-    """The block is over, and its lease is released behind the commit: it is the same caller's."""
+def test_leases_left_to_the_transaction_are_not_in_its_way(
+    registered: Registered, key: str
+) -> None:
+    """Their blocks are over: they are the same caller's, who may go on with them."""
+    rate = lock_of(registered, f"{key}-rate", permits=3, hold=True, wait=0)
     with transaction.atomic(using=using_of(registered)):
-        with lock_of(registered, key):
+        with lock_of(registered, key) as first:
             pass
         transaction_lock(key, wait=0, backend=registered.alias)
         assert not locks(registered, key)
-
-
-@SIDE_BY_SIDE
-def test_permits_left_to_the_transaction_are_not_in_its_way(
-    registered: Registered, key: str
-) -> None:
-    """Each block that has hold took another one of them, and the transaction keeps all."""
-    rate = lock_of(registered, key, permits=3, hold=True, wait=0)
-    with transaction.atomic(using=using_of(registered)):
+        with lock_of(registered, key) as second:
+            assert second.token == first.token
         for _ in range(2):
             with rate:
                 pass
-        transaction_lock(key, wait=0, backend=registered.alias)
-
-
-@SIDE_BY_SIDE
-def test_lease_left_to_the_transaction_goes_on(registered: Registered, key: str) -> None:
-    """A second block continues it, although the transaction has locked the key as well."""
-    with transaction.atomic(using=using_of(registered)):
-        with lock_of(registered, key) as first:
-            transaction_lock(key, backend=registered.alias)
-        with lock_of(registered, key) as second:
-            assert second.token == first.token
+        transaction_lock(f"{key}-rate", wait=0, backend=registered.alias)
 
 
 @SIDE_BY_SIDE
@@ -601,14 +548,18 @@ def take_and_release(registered: Registered, key: str) -> None:
 
 @pytest.mark.aliases("postgres")
 def test_locking_is_one_round_trip(registered: Registered, key: str) -> None:
-    """For any number of keys, twice or not."""
+    """For any number of keys, twice or not; who looks at one sees whose transaction keeps it."""
     keys = [f"{key}-{number % 20}" for number in range(40)]
-    using = using_of(registered)
-    with transaction.atomic(using=using):
+    using, sessions = using_of(registered), lock_backends[registered.alias].guards.sessions
+    with transaction.atomic(using=using), connections[using].cursor() as cursor:
         with CaptureQueriesContext(connections[using]) as queries:
             transaction_lock(*keys, backend=registered.alias)
         assert len(queries) == 1
         assert not locks(registered, f"{key}-7")
+        cursor.execute("SELECT pg_backend_pid()")
+        pid = cursor.fetchone()[0]
+        assert [each.pid for each in Later(sessions, f"{key}-7").result() or ()] == [pid]
+    assert Later(sessions, f"{key}-7").result() == ()
 
 
 @SIDE_BY_SIDE
@@ -772,39 +723,17 @@ def test_wrong_arguments_touch_nothing(
 
 
 @pytest.mark.aliases("postgres")
-def test_session_is_shown(registered: Registered, key: str) -> None:
-    """Who looks at the key sees whose transaction keeps it."""
-    sessions = lock_backends[registered.alias].guards.sessions
-    with transaction.atomic(using=using_of(registered)):
-        transaction_lock(key, backend=registered.alias)
-        with connections[using_of(registered)].cursor() as cursor:
-            cursor.execute("SELECT pg_backend_pid()")
-            pid = cursor.fetchone()[0]
-        assert [each.pid for each in Later(sessions, key).result() or ()] == [pid]
-    assert Later(sessions, key).result() == ()
-
-
-@pytest.mark.aliases("postgres")
-def test_transaction_that_asks_for_less_isolation_locks_keys(
-    registered: Registered, key: str
-) -> None:
-    """READ UNCOMMITTED is READ COMMITTED on PostgreSQL."""
-    options = {"isolation_level": IsolationLevel.READ_UNCOMMITTED}
+@pytest.mark.parametrize("level", [*IsolationLevel], ids=lambda level: level.name)
+def test_snapshot_is_refused(registered: Registered, key: str, level: IsolationLevel) -> None:
+    """It would not show a lease that was granted since. Less isolation is READ COMMITTED there."""
+    options = {"isolation_level": level}
     with alias_like("default", OPTIONS=options) as using, transaction.atomic(using=using):
-        transaction_lock(key, using=using, backend=registered.alias)
-        assert not locks(registered, key)
-
-
-@pytest.mark.aliases("postgres")
-@pytest.mark.parametrize("how", [IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE])
-def test_snapshot_is_refused(registered: Registered, key: str, how: IsolationLevel) -> None:
-    """It would not show a lease that was granted since."""
-    with (
-        alias_like("default", OPTIONS={"isolation_level": how}) as alias,
-        transaction.atomic(using=alias),
-        pytest.raises(LockUsageError, match="snapshot"),
-    ):
-        transaction_lock(key, using=alias, backend=registered.alias)
+        if level in (IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE):
+            with pytest.raises(LockUsageError, match="snapshot"):
+                transaction_lock(key, using=using, backend=registered.alias)
+        else:
+            transaction_lock(key, using=using, backend=registered.alias)
+            assert not locks(registered, key)
 
 
 def test_leases_that_share_a_key(registered: Registered, key: str) -> None:
@@ -820,15 +749,3 @@ def test_leases_that_share_a_key(registered: Registered, key: str) -> None:
     over = take(backend, key, permits=None)
     assert backend.release(over, 0.001) is True
     assert locks(registered, key)
-
-
-@SIDE_BY_SIDE
-def test_lease_that_shares_a_key_beside_transactions(registered: Registered, key: str) -> None:
-    """PostgreSQL lets both share it at the same time; elsewhere, the lease comes behind."""
-    lock = lock_of(registered, key, shared=True, wait=0)
-    with locked_elsewhere(registered, key, shared=True):
-        assert grantable(lock) is (registered.store == "postgresql")
-        assert not grantable(lock_of(registered, key, wait=0))
-    with locked_elsewhere(registered, key):
-        assert not grantable(lock)
-    assert grantable(lock)
