@@ -6,10 +6,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from django_distlock import Lock, Retry, distlock
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.records import UNKNOWN, Unknown
 
 Script = dict[str, list[Any]]
+QUICK = Retry(delay=0.02, factor=1, cap=0.02)
+
+
+def scripted_lock(key: str, **more: Any) -> Lock:
+    """Describe a lock on the scripted store, which nobody renews."""
+    return distlock(key, **{"backend": "scripted", "heartbeat": False, "retry": QUICK, **more})
 
 
 class ScriptedMemory(MemoryBackend):

@@ -12,14 +12,7 @@ from collections.abc import Callable
 import pytest
 from django.db import transaction
 
-from django_distlock import (
-    BackendUnavailable,
-    Lease,
-    Lock,
-    LockLost,
-    LockUsageError,
-    distlock,
-)
+from django_distlock import BackendUnavailable, Lease, Lock, LockLost, LockUsageError
 from django_distlock.core.records import UNKNOWN, Grant
 from django_distlock.handler import lock_backends
 from django_distlock.locks import attempts
@@ -27,15 +20,10 @@ from tests.backends import Registered
 
 from .helpers import HAS_TTL, Later
 from .locking import eventually, grantable, lock_of, taken
-from .scripted import Script, ScriptedMemory
+from .scripted import Script, ScriptedMemory, scripted_lock
 
 Acquire = Callable[[Lock], Lease]
 DOWN = BackendUnavailable("The store is away.")
-
-
-def scripted_lock(key: str, **more: object) -> Lock:
-    """Describe a lock on the scripted store, which nobody renews."""
-    return distlock(key, **{"backend": "scripted", "heartbeat": False, **more})  # type: ignore[arg-type]
 
 
 # Leases that end sooner in the store than their holders count on

@@ -26,7 +26,6 @@ from django_distlock import (
     LockLost,
     LockNotAcquired,
     LockUsageError,
-    Retry,
     distlock,
     signals,
 )
@@ -41,12 +40,11 @@ from .conftest import Hold
 from .helpers import Later, prompt
 from .locking import PAST, SHORT, Heard, eventually, grantable, shuts_out
 from .redis_clients import cluster_url, single_url
-from .scripted import Script, ScriptedMemory
+from .scripted import QUICK, Script, ScriptedMemory, scripted_lock
 
 AWAY = pytest.mark.stores(
     "sqlite", "postgresql", "mysql", "redis", "redis_cluster", why="what it holds is in its memory"
 )
-QUICK = Retry(delay=0.02, factor=1, cap=0.02)
 
 Acquire = Callable[[Lock], Lease]
 
@@ -117,16 +115,20 @@ class Proxy(Wire):
 
 
 @AWAY
-def test_store_that_is_away_is_unavailable_at_once(
+def test_store_that_is_away_is_unavailable(
     registered: Registered, key: str, tmp_path: Path, acquire: Acquire
 ) -> None:
-    """With no time to wait, trouble is told at once, with its code and cause, and no holder."""
-    with (
-        store_away(registered, tmp_path) as (alias, _),
-        Heard(signals.lock_not_acquired, key) as heard,
-    ):
+    """Trouble is told at once, or at the deadline, with its code and cause, and no holder.
+
+    A waiter never calls it contention, and gets the key once the store answers again.
+    """
+    with store_away(registered, tmp_path) as (alias, come_back):
         lock = distlock(key, backend=alias, wait=0)
-        with prompt(), pytest.raises(BackendUnavailable) as caught:
+        with (
+            Heard(signals.lock_not_acquired, key) as heard,
+            prompt(),
+            pytest.raises(BackendUnavailable) as caught,
+        ):
             acquire(lock)
         assert (caught.value.code, caught.value.key) == ("service_unavailable", key)
         assert not isinstance(caught.value, LockNotAcquired)
@@ -136,25 +138,8 @@ def test_store_that_is_away_is_unavailable_at_once(
         for call in (lock.try_acquire, lock.locked, lock.__enter__):
             with pytest.raises(BackendUnavailable):
                 call()
-
-
-@AWAY
-def test_store_that_stays_away_is_unavailable_at_the_deadline(
-    registered: Registered, key: str, tmp_path: Path, acquire: Acquire
-) -> None:
-    """A waiter goes on trying until its deadline, and never calls trouble contention."""
-    with store_away(registered, tmp_path) as (alias, _):
-        lock = distlock(key, backend=alias, wait=0.4, retry=QUICK)
         with prompt(0.4, least=0.39), pytest.raises(BackendUnavailable):
-            acquire(lock)
-
-
-@AWAY
-def test_store_that_comes_back_grants(
-    registered: Registered, key: str, tmp_path: Path, acquire: Acquire
-) -> None:
-    """A waiter gets the key once the store answers again."""
-    with store_away(registered, tmp_path) as (alias, come_back):
+            acquire(distlock(key, backend=alias, wait=0.4, retry=QUICK))
         timer = threading.Timer(0.3, come_back)
         started = time.monotonic()
         timer.start()
@@ -167,11 +152,6 @@ def test_store_that_comes_back_grants(
 
 
 DOWN = "The store is away."
-
-
-def scripted_lock(key: str, **more: Any) -> Lock:
-    """Describe a lock on the scripted store, which nobody renews."""
-    return distlock(key, **{"backend": "scripted", "heartbeat": False, "retry": QUICK, **more})
 
 
 @pytest.mark.parametrize("wait", [0, 5])
@@ -194,10 +174,7 @@ def test_grant_whose_reply_came_too_late_is_given_back(
 
 
 def test_unused_grant_that_is_released_late_costs_no_other_one(
-    scripted: Script,
-    key: str,
-    acquire: Acquire,
-    monkeypatch: pytest.MonkeyPatch,
+    scripted: Script, key: str, acquire: Acquire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a waiter asks again of a grant that came too late does not end its next grant."""
     monkeypatch.setattr(attempts, "MAX_BOUND", 0.04)
@@ -247,11 +224,7 @@ FAILURES = [BackendUnavailable(DOWN), LockError(DOWN), LockUsageError(DOWN)]
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda error: type(error).__name__)
 def test_release_that_fails_in_any_way_replaces_nothing(
-    scripted: Script,
-    key: str,
-    hold: Hold,
-    failure: LockError,
-    caplog: pytest.LogCaptureFixture,
+    scripted: Script, key: str, hold: Hold, failure: LockError, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever the store says about the release, the body's result and error stand; it is told."""
     lock = scripted_lock(key, wait=0, ttl=20)
@@ -328,10 +301,7 @@ def test_failing_extend_leaves_the_lease(scripted: Script, key: str) -> None:
     """Not knowing is not losing: one failure costs a repetition, and two in a row no lease."""
     lease = scripted_lock(key, ttl=20).acquire()
     scripted["extend"] = [BackendUnavailable(DOWN), BackendUnavailable(DOWN)]
-    with (
-        Heard(signals.lock_extended, key) as heard,
-        pytest.raises(BackendUnavailable, match=DOWN),
-    ):
+    with Heard(signals.lock_extended, key) as heard, pytest.raises(BackendUnavailable, match=DOWN):
         lease.extend(60)
     assert isinstance(heard.once["cause"], BackendUnavailable)
     assert lease.held
