@@ -54,14 +54,23 @@ def hold_by_a_call(alias: str, key: str, ttl: float) -> dict[str, bool]:
     return {"held": held, "released": released}
 
 
-def stand_still_by_a_call(alias: str, key: str, ttl: float) -> dict[str, Any]:
-    """Be stopped with a lease that is renewed, and say what its release answers behind that."""
-    lease = distlock(key, backend=alias, ttl=ttl).acquire(heartbeat=True)
+def _be_stopped(ttl: float) -> None:
+    """Go on when time has jumped: nobody tells a process that it stood still.
+
+    It does so while others wait for its lease, which may have been renewed some time before.
+    """
+    # Looked at before it is said: the stop may come just behind that.
     before = last = monotonic()
     print("held")
     while last - before < 0.75 * ttl:
         before, last = last, monotonic()
         time.sleep(0.001)
+
+
+def stand_still_by_a_call(alias: str, key: str, ttl: float) -> dict[str, Any]:
+    """Be stopped with a lease that is renewed, and say what its release answers behind that."""
+    lease = distlock(key, backend=alias, ttl=ttl).acquire(heartbeat=True)
+    _be_stopped(ttl)
     # Looked at before, so that it is not the release that takes too long.
     is_over = monotonic() > lease.deadline
     return {"is_over": is_over, "released": lease.release(), "is_lost": lease.is_lost}
@@ -103,14 +112,7 @@ def stand_still(alias: str, key: str, ttl: float) -> dict[str, Any]:
     with suppress(LockLost), distlock(key, backend=alias, ttl=ttl) as lease:
         lease.on_lost(lambda _: told.append(monotonic()))
         said["fence"] = lease.fence
-        # Looked at before it is said: the stop may come just behind that.
-        before = last = monotonic()
-        print("held")
-        # Until time has jumped: nobody tells a process that it stood still. It does so while others
-        # wait for its lease, which may have been renewed some time before.
-        while last - before < 0.75 * ttl:
-            before, last = last, monotonic()
-            time.sleep(0.001)
+        _be_stopped(ttl)
         said["seen_at"] = monotonic() if lease.is_lost else None
         until = monotonic() + 10
         while not told and monotonic() < until:
