@@ -21,7 +21,7 @@ from tests.processes import spawn
 from tests.services import NO_MARIADB
 from tests.shop.models import Row
 
-from .helpers import ELSEWHERE, held, take
+from .helpers import ELSEWHERE, take
 from .locking import PAST, SHORT, eventually, grantable, lock_of, rolled_back, taken
 
 
@@ -51,19 +51,6 @@ def test_rollback_never_hands_a_fence_out_twice(lock: Lock, registered: Register
     with lock as lease:
         fences.append(lease.fence)
     assert registered.are_next(fences)
-    assert len(fences) == 6
-
-
-def test_rollback_never_undoes_an_extend(registered: Registered, key: str) -> None:
-    """What the store was told stays told."""
-    lock = lock_of(registered, key, ttl=20)
-    lease = lock.acquire()
-    with rolled_back():
-        lease.extend(100)
-    record = held(lock_backends[registered.alias], key)
-    assert record.ttl == 100
-    assert record.expires_at == lease.expires_at
-    assert lease.release()
 
 
 def test_callers_transaction_is_left_alone(lock: Lock, key: str) -> None:
