@@ -37,30 +37,21 @@ def call(lock: JobLock) -> Grant:
     return lease._holding.grant
 
 
-def test_noted_call_replaces_those_before_it(lock: JobLock) -> None:
-    """Not by its number alone, for its message may never be sent; and for good."""
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_noted_call_replaces_those_before_it(lock: JobLock, *, is_slow: bool) -> None:
+    """Not by its number alone, for its message may never be sent; whoever is slow, and for good."""
     first, last = call(lock), call(lock)
     assert first.fence < last.fence
-    assert not calls.is_overtaken(lock, first)
-    assert not calls.is_replaced(lock, first.fence)
-    assert not calls.is_overtaken(lock, last)
-    assert calls.is_replaced(lock, first.fence)
-    assert not calls.is_replaced(lock, last.fence)
+    for each in (last, first) if is_slow else (first, last):
+        assert not calls.is_overtaken(lock, each)
+        assert calls.is_replaced(lock, first.fence) is (is_slow or each is last)
+        assert not calls.is_replaced(lock, last.fence)
     assert not calls.begin(lock, first.fence)
     assert calls.begin(lock, last.fence)
     assert record_of(lock) is None
     assert [calls.is_replaced(lock, each.fence) for each in (first, last)] == [True, False]
     # Delivered again.
     assert calls.begin(lock, last.fence)
-
-
-def test_order_of_the_notes_does_not_matter(lock: JobLock) -> None:
-    """The highest number counts, whoever is slow."""
-    first, last = call(lock), call(lock)
-    assert not calls.is_overtaken(lock, last)
-    assert not calls.is_overtaken(lock, first)
-    assert calls.is_replaced(lock, first.fence)
-    assert not calls.is_replaced(lock, last.fence)
 
 
 @pytest.mark.parametrize("is_noted", [True, False])
