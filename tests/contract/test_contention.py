@@ -24,25 +24,16 @@ HAS_MARKS = pytest.mark.stores(
 )  # fmt: skip
 
 
-#: What lets the server refuse whatever a session writes, row locks included, and what ends that.
-READ_ONLY = {
-    "postgresql": (
-        "SET default_transaction_read_only = on",
-        "SET default_transaction_read_only = off",
-    ),
-    "mysql": ("SET SESSION TRANSACTION READ ONLY", "SET SESSION TRANSACTION READ WRITE"),
-}
-
-
 @contextmanager
 def read_only(store: DatabaseStore) -> Iterator[None]:
     """Let the server refuse whatever this session writes, row locks included."""
-    begin, end = READ_ONLY[store.registered.store]
-    store.ask_everywhere(begin)
+    on_mysql = store.registered.store == "mysql"
+    setting = "SESSION TRANSACTION READ" if on_mysql else "default_transaction_read_only ="
+    store.ask_everywhere(f"SET {setting} {'ONLY' if on_mysql else 'on'}")
     try:
         yield
     finally:
-        store.ask_everywhere(end)
+        store.ask_everywhere(f"SET {setting} {'WRITE' if on_mysql else 'off'}")
 
 
 def versions(store: DatabaseStore, key: str) -> list[object]:
