@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -100,19 +101,15 @@ def transaction(lock: Lock) -> None:
         pass
 
 
-def acquire(lock: Lock) -> None:
+def acquire(lock: Lock, *, heartbeat: bool = False) -> None:
     """Acquire without a block."""
-    lease = lock.acquire()
+    lease = lock.acquire(heartbeat=heartbeat)
     # An interrupted release by hand leaves the lease to its holder, and to its ttl.
     sys.settrace(None)
     lease.release()
 
 
-def acquire_renewed(lock: Lock) -> None:
-    """Acquire without a block, with a heartbeat."""
-    lease = lock.acquire(heartbeat=True)
-    sys.settrace(None)
-    lease.release()
+acquire_renewed = partial(acquire, heartbeat=True)
 
 
 def awaited(lock: Lock) -> None:
@@ -206,24 +203,60 @@ def test_interruption_of_several_keys(registered: Registered, key: str) -> None:
     interrupt_everywhere(locks[0], hold, others=locks[1:])
 
 
-@pytest.mark.parametrize("line", range(1, 9))
-@pytest.mark.parametrize("inside", [LockSet.__enter__, LockSet._claimed, several._leave])
-def test_interrupted_block_of_a_set_of_locks_leaves_the_set_usable(
-    key: str, inside: FunctionType, line: int
-) -> None:
-    """Nothing is held by a set that is kept and used again."""
+def enter(kept: AbstractContextManager[object]) -> None:
+    """Enter and leave what is kept."""
+    with kept as entered:
+        assert entered
+
+
+Kept = tuple[Callable[[], None], list[str]]
+
+
+def a_set(key: str) -> Kept:
+    """Give what holds some keys, and those."""
     keys = [f"{key}-{number}" for number in range(2)]
-    locks = distlock_all(*keys, ttl=60, backend="memory")
+    return partial(enter, distlock_all(*keys, ttl=60, backend="memory")), keys
 
-    def hold() -> None:
-        with locks:
-            pass
 
+def a_leader(key: str) -> Kept:
+    """Give what leads in a block, and its key."""
+    return partial(enter, leader(key, backend="memory")), [own_key(f"leader:{key}")]
+
+
+def a_running_leader(key: str) -> Kept:
+    """Give what leads in a call, and its key."""
+    candidate = leader(key, backend="memory")
+    return partial(candidate.run, lambda _term: None), [own_key(f"leader:{key}")]
+
+
+def an_advisory_lock(key: str) -> Kept:
+    """Give what holds a key as another package does, and that."""
+    return partial(enter, advisory(key, backend="memory")), [key]
+
+
+LEADS = (Leader.__enter__, leading._leave, Leader._elected, Leadership.gain, Leadership.give_up)
+INSIDE: dict[Callable[[str], Kept], Sequence[Any]] = {
+    a_set: (LockSet.__enter__, LockSet._claimed, several._leave),
+    a_leader: LEADS,
+    a_running_leader: LEADS,
+    an_advisory_lock: (advisory.__enter__, advisory._acquired, pglock._leave),
+}
+
+
+@pytest.mark.parametrize("line", range(1, 9))
+@pytest.mark.parametrize(
+    ("make", "inside"), [(make, each) for make, every in INSIDE.items() for each in every]
+)
+def test_interrupted_block_of_what_is_kept_leaves_it_usable(
+    key: str, make: Callable[[str], Kept], inside: FunctionType, line: int
+) -> None:
+    """Nothing is held, and the same may be entered again."""
+    hold, keys = make(key)
     interrupt_at(line, hold, inside)
-    for each in keys:
-        lock = lock_of(BACKENDS["memory"], each)
-        assert eventually(lambda lock=lock: nothing_is_left(lock), PATIENT), left_of(lock)  # type: ignore[misc]
+    locks = [lock_of(BACKENDS["memory"], each) for each in keys]
+    assert eventually(lambda: all(map(nothing_is_left, locks)), PATIENT), [*map(left_of, locks)]
     hold()
+    assert all(map(nothing_is_left, locks))
 
 
 def test_ctrl_c_in_a_call_to_enter_a_set_of_locks_leaves_the_set_usable(key: str) -> None:
@@ -239,49 +272,6 @@ def test_ctrl_c_in_a_call_to_enter_a_set_of_locks_leaves_the_set_usable(key: str
         gc.collect()  # The frames of an event loop refer to their own exceptions.
         with locks:
             pass
-
-
-@pytest.mark.parametrize("line", range(1, 9))
-@pytest.mark.parametrize(
-    "inside",
-    [Leader.__enter__, leading._leave, Leader._elected, Leadership.gain, Leadership.give_up],
-)
-@pytest.mark.parametrize("runs", [False, True])
-def test_interrupted_leader_that_is_kept_steps_down(
-    key: str, inside: FunctionType, line: int, *, runs: bool
-) -> None:
-    """And the same candidate may lead again."""
-    candidate = leader(key, backend="memory")
-    lock = lock_of(BACKENDS["memory"], own_key(f"leader:{key}"))
-
-    def lead() -> None:
-        if runs:
-            candidate.run(lambda _term: None)
-        else:
-            with candidate:
-                pass
-
-    interrupt_at(line, lead, inside)
-    assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
-    lead()
-
-
-@pytest.mark.parametrize("line", range(1, 9))
-@pytest.mark.parametrize("inside", [advisory.__enter__, advisory._acquired, pglock._leave])
-def test_interrupted_advisory_lock_that_is_kept_is_left(
-    key: str, inside: FunctionType, line: int
-) -> None:
-    """And it may be entered again."""
-    kept, lock = advisory(key, backend="memory"), lock_of(BACKENDS["memory"], key)
-
-    def hold() -> None:
-        with kept as acquired:
-            assert acquired
-
-    interrupt_at(line, hold, inside)
-    assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
-    hold()
-    assert nothing_is_left(lock)
 
 
 def test_interrupted_block_in_a_transaction_keeps_the_key_to_its_end(
@@ -506,22 +496,24 @@ def raise_in_the_end_of(lease: Lease) -> None:
     lease._release.end_block = end_block  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize(
+    ("leave", "said"),
+    [
+        ("leave_at_the_very_end", "given up"),
+        # What it may have been granted is free at once, as behind Ctrl-C amid an acquire.
+        ("leave_what_had_no_answer_at_the_very_end", "released"),
+    ],
+)
+def test_acquire_that_is_interrupted_at_the_very_end_is_given_up(leave: str, said: str) -> None:
+    """The interpreter waits for the thread that does it, which is slow here."""
+    with spawn(f"tests.contract.lock_workers:{leave}") as worker:
+        worker.wait_for(said)
+
+
 def test_interrupted_acquire_is_given_up_where_no_thread_starts() -> None:
     """At the end of the interpreter, or with too many threads: here, and once."""
     with spawn("tests.contract.lock_workers:leave_while_no_thread_starts") as worker:
         assert worker.result() == {"is_ended": True, "runs": True, "given_up": 1}
-
-
-def test_acquire_that_is_interrupted_at_the_very_end_is_given_up() -> None:
-    """The interpreter waits for the thread that does it, which is slow here."""
-    with spawn("tests.contract.lock_workers:leave_at_the_very_end") as worker:
-        worker.wait_for("given up")
-
-
-def test_attempt_that_had_no_answer_at_the_very_end_is_released() -> None:
-    """What it may have been granted is free at once, as behind Ctrl-C amid an acquire."""
-    with spawn("tests.contract.lock_workers:leave_what_had_no_answer_at_the_very_end") as worker:
-        worker.wait_for("released")
 
 
 @pytest.mark.stores("postgresql", "mysql", "sqlite", "redis", "redis_cluster", why="others see it")
