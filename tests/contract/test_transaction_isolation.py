@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,37 +48,27 @@ def with_try_acquire(lock: Lock) -> None:
     assert lease.release()
 
 
-@pytest.mark.parametrize(
-    ("level", "use"),
-    [
-        (IsolationLevel.REPEATABLE_READ, with_block),
-        (IsolationLevel.REPEATABLE_READ, with_acquire),
-        (IsolationLevel.REPEATABLE_READ, with_try_acquire),
-        (IsolationLevel.SERIALIZABLE, with_block),
-    ],
-)
-def test_lock_in_a_snapshot_works_and_warns_once(
-    lock: Lock, level: IsolationLevel, use: Callable[[Lock], None]
-) -> None:
+@pytest.mark.parametrize("level", SNAPSHOTS, ids=lambda level: level.name)
+def test_lock_in_a_snapshot_works_and_warns_once(lock: Lock, level: IsolationLevel) -> None:
     """What the caller reads may be older than the lock: that is said, once, where it is taken."""
+    uses = (with_block, with_acquire, with_try_acquire)
     with (
         alias_like("default", OPTIONS={"isolation_level": level}) as alias,
         shown_warnings() as caught,
-        transaction.atomic(using=alias),
     ):
-        Row.objects.using(alias).exists()
-        for _ in range(3):
-            use(lock)
-        assert taken(lock)
-    assert [warning.category for warning in caught] == [RuntimeWarning]
-    assert "snapshot" in str(caught[0].message)
-    assert repr(alias) in str(caught[0].message)
-    # The line that takes the lock, so that people find it and each place is told once.
-    assert (caught[0].filename, caught[0].lineno) in {
-        (__file__, function.__code__.co_firstlineno + 2)
-        for function in (with_block, with_acquire, with_try_acquire)
-    }
-    assert eventually(lambda: grantable(lock))
+        for use in uses:
+            with transaction.atomic(using=alias):
+                Row.objects.using(alias).exists()
+                for _ in range(3):
+                    use(lock)
+                assert taken(lock)
+            assert eventually(lambda: grantable(lock))
+    assert [warning.category for warning in caught] == [RuntimeWarning] * len(uses)
+    for warning, use in zip(caught, uses, strict=True):
+        assert "snapshot" in str(warning.message)
+        assert repr(alias) in str(warning.message)
+        # The line that takes the lock, so that people find it and each place is told once.
+        assert (warning.filename, warning.lineno) == (__file__, use.__code__.co_firstlineno + 2)
 
 
 def test_what_is_read_behind_the_lock_does_not_warn(lock: Lock) -> None:
@@ -105,8 +95,7 @@ def test_transaction_that_sets_its_own_level_works(lock: Lock) -> None:
     assert grantable(lock)
 
 
-@pytest.mark.parametrize("functions", [True, False])
-@pytest.mark.parametrize("level", SNAPSHOTS)
+@pytest.mark.parametrize(("level", "functions"), [*zip(SNAPSHOTS, (False, True), strict=True)])
 def test_locks_on_an_alias_of_snapshots_exclude_each_other(
     level: IsolationLevel, functions: bool, key: str
 ) -> None:
