@@ -38,28 +38,16 @@ def check_refused(lock: Lock) -> None:
 def test_acquire_inside_a_transaction_on_the_file_is_refused_at_once(
     registered: Registered, key: str
 ) -> None:
-    """It is refused before any wait, and leaves the transaction usable."""
+    """Before any wait, and the transaction stays usable: what counts is the file, not the alias."""
     lock = lock_of(registered, key, wait=5)
-    with transaction.atomic(using="sqlite"):
-        check_refused(lock)
-        Row.objects.using("sqlite").create(name=key)
-        check_refused(lock)
-    assert Row.objects.using("sqlite").filter(name=key).exists()
+    with alias_like("sqlite") as other:
+        for alias in ("sqlite", other):
+            with transaction.atomic(using=alias):
+                check_refused(lock)
+                Row.objects.using(alias).create(name=key)
+                check_refused(lock)
+    assert Row.objects.using("sqlite").filter(name=key).count() == 2
     assert grantable(lock)
-
-
-def test_other_alias_of_the_same_file_is_refused_as_well(registered: Registered, key: str) -> None:
-    """What counts is the file."""
-    lock = lock_of(registered, key, wait=5)
-    with alias_like("sqlite") as alias, transaction.atomic(using=alias):
-        check_refused(lock)
-    assert grantable(lock)
-
-
-def test_other_file_is_no_obstacle(registered: Registered, key: str) -> None:
-    """A transaction elsewhere leaves the locks' file writable."""
-    with transaction.atomic(using="default"), lock_of(registered, key) as lease:
-        assert lease.held
 
 
 def test_reading_inside_a_transaction_on_the_file_is_possible(lock: Lock, key: str) -> None:
@@ -71,16 +59,12 @@ def test_reading_inside_a_transaction_on_the_file_is_possible(lock: Lock, key: s
 
 
 def test_lock_around_a_transaction_on_the_file_works(lock: Lock, key: str) -> None:
-    """The order that the refusal asks for."""
+    """The order that the refusal asks for; given up inside, it is freed behind the commit."""
     with lock:
         with transaction.atomic(using="sqlite"):
             Row.objects.using("sqlite").create(name=key)
         assert taken(lock)
     assert grantable(lock)
-
-
-def test_release_inside_a_transaction_on_the_file_waits_for_its_end(lock: Lock, key: str) -> None:
-    """A lease that was taken before may be given up inside: it is freed behind the commit."""
     for roll_back in (False, True):
         lease = lock.acquire()
         with transaction.atomic(using="sqlite"):
