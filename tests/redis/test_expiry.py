@@ -33,10 +33,15 @@ def test_record_expires_when_its_key_is_free(store: RedisStore, key: str, ttl: f
     """After a grant, an extend, a shorten, a takeover and a settlement."""
     grant, taken = take(store.backend, key, 100), list[Grant]()
     assert expires_with_the_lock(store, key)
+
+    def take_over() -> bool:
+        taken.append(take(store.backend, key, ttl, replace=grant.token))
+        return True
+
     changes: list[Callable[[], object]] = [
         lambda: store.backend.extend(grant, ttl),
         lambda: store.backend.request_stop(key, ttl / 2, grant.token),
-        lambda: taken.append(take(store.backend, key, ttl, replace=grant.token)) or taken,
+        take_over,
     ]
     for change in changes:
         assert change()
