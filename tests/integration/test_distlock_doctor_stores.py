@@ -351,7 +351,7 @@ def test_note_is_marked_as_one(sqlite: str) -> None:
     """W101 is no warning under `DEBUG`, neither among the findings nor in the list above them."""
     migrate(sqlite)
     with (
-        override_settings(DEBUG=True, DATABASE_ROUTERS=[Router(sqlite, sqlite)]),
+        override_settings(DEBUG=True, DATABASE_ROUTERS=[Routed(sqlite)]),
         database(sqlite),
     ):
         found = diagnose()
