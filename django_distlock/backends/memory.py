@@ -146,7 +146,8 @@ class MemoryBackend(BaseLockBackend):
     ) -> Page:
         with self._mutex:
             now = self._now()
-            live = {name: each for name, each in self._shelf.records.items() if each.is_live(now)}
+            records = dict(self._shelf.records)
+        live = {name: each for name, each in records.items() if each.is_live(now)}
         return Page.of(live, prefix, cursor, host=host, task_id=task_id, limit=limit)
 
     def _expired(self, name: str | None, limit: int) -> Sequence[Record]:
