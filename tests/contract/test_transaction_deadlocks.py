@@ -344,7 +344,7 @@ def test_release_that_was_interrupted_at_its_end_is_forgotten(
     with contextlib.suppress(ZeroDivisionError), transaction.atomic():
         here = deferred_release.open_transactions()
         deferred_release.Deferred(name, object(), lambda: True, here)
-    assert eventually(lambda: deferred_release.waiting_release(name) is None)
+    assert eventually(lambda: not deferred_release._waiting.of(name))
 
 
 def test_release_that_is_deferred_amid_a_rollback_is_carried_out(
