@@ -79,14 +79,24 @@ def pressure() -> float:
     return sum(map(int, some)) / 1e6
 
 
+def alone(took: float, pressed: float) -> float:
+    """Return how long something would have taken without others on the machine.
+
+    Each step waits for its turn about as long as it runs.
+
+    Args:
+        pressed: What `pressure` told when it began, or before.
+    """
+    return took - min(max(0.0, took), pressure() - pressed) / 2
+
+
 @contextmanager
 def prompt(seconds: float = 0, *, least: float = 0) -> Iterator[None]:
     """Check that the block takes no longer than this, and what a busy machine adds; nor less."""
     started, pressed = time.monotonic(), pressure()
     yield
     took = time.monotonic() - started
-    # Where others keep the machine busy, each step waits for its turn about as long as it runs.
-    own = took - min(took, pressure() - pressed) / 2
+    own = alone(took, pressed)
     assert own < seconds + PROMPT, f"took {took:.3f} s, alone {own:.3f} s, instead of {seconds:g} s"
     assert took >= least, f"took {took:.3f} s only"
 

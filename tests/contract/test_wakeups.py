@@ -20,7 +20,20 @@ from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.processes import Process, spawn
 
-from .helpers import PATIENCE, PROMPT, Later, contend, crew, held, noted, prompt, race, take
+from .helpers import (
+    PATIENCE,
+    PROMPT,
+    Later,
+    alone,
+    contend,
+    crew,
+    held,
+    noted,
+    pressure,
+    prompt,
+    race,
+    take,
+)
 from .locking import eventually, grantable, held_elsewhere, lock_of
 from .turn_workers import LAZY, granted_at, waits
 from .workers import WIDTH
@@ -133,16 +146,18 @@ def take_over(lease: Lease) -> float:
     return free_at
 
 
-def grant_is_late(granted_at: float, free_at: float) -> None:
+def grant_is_late(granted_at: float, free_at: float, pressed: float) -> None:
     """Check that a waiter was granted the key when it became free, and not before.
 
     Args:
         free_at: Measured before the request that frees the key: this thread may stand still.
+        pressed: What `pressure` told before that.
     """
     late = granted_at - free_at
     # Two clocks are compared: the store's, which decides, and ours.
     assert late > -0.1, f"granted {-late:.3f} s before the key was free"
-    assert late < PROMPT, f"took {late:.3f} s instead of 0 s"
+    own = alone(late, pressed)
+    assert own < PROMPT, f"took {late:.3f} s, alone {own:.3f} s, instead of 0 s"
 
 
 @pytest.mark.parametrize(
@@ -156,18 +171,19 @@ def test_end_of_a_grant_wakes_who_waits_for_it(
         lease = Later(lock_of(registered, key, ttl=60).acquire).result()
         waiter.begin()
         assert eventually(lambda: marked(lease)), "nobody marked the grant"
+        pressed = pressure()
         free_at = Later(end, lease).result()
-        grant_is_late(waiter.granted_at(), free_at)
+        grant_is_late(waiter.granted_at(), free_at, pressed)
     lock_backends[registered.alias].force_release(key)
 
 
 def test_expired_grant_is_taken_when_it_is_free(registered: Registered, key: str, how: str) -> None:
     """Its time is known: no message, no backoff and no safety read is needed."""
     with waiter_of(registered, key, how) as waiter:
-        free_at = time.monotonic() + 3 + GRACE
+        pressed, free_at = pressure(), time.monotonic() + 3 + GRACE
         lease = Later(lock_of(registered, key, ttl=3).acquire).result()
         waiter.begin()
-        grant_is_late(waiter.granted_at(), free_at)
+        grant_is_late(waiter.granted_at(), free_at, pressed)
         assert Later(lease.release).result() is False
 
 
@@ -179,9 +195,9 @@ def test_end_of_a_pause_wakes_who_waits(registered: Registered, key: str, how: s
         waiter.begin()
         # Until its attempt behind the subscription has been made.
         time.sleep(0.7)
-        free_at = time.monotonic()
+        pressed, free_at = pressure(), time.monotonic()
         assert backend.pause(key, None) is True
-        grant_is_late(waiter.granted_at(), free_at)
+        grant_is_late(waiter.granted_at(), free_at, pressed)
 
 
 @pytest.mark.stores("postgresql", "redis", "redis_cluster", why="no other process sees its locks")
@@ -199,7 +215,10 @@ def test_no_wake_up_is_lost(registered: Registered, key: str, tmp_path: Path) ->
         took = time.monotonic() - started
     print(f"{registered.alias}: {4 * TURNS} turns in {took:.1f} s: {said}")
     assert int(path.read_text()) == 4 * TURNS, "updates were lost"
-    assert [each["late"] for each in said] == [0] * 4, said
+    # Where each turn takes long, others may have many of them first.
+    bound = max(4, 40 * took / (4 * TURNS))
+    late = [each for told in said for _, each in told["slow"] if each > bound]
+    assert late == [], said
     assert grantable(lock_of(registered, key))
 
 
@@ -229,7 +248,7 @@ async def test_cancelled_waiter_leaves_the_wake_up_to_others(
         name = lock_backends[registered.alias].queues.name_of(key)
         queue = lock_backends[registered.alias].queues._queues[name]
         assert await asyncio.to_thread(eventually, partial(_has, queue, 2))
-        free_at = time.monotonic()
+        pressed, free_at = pressure(), time.monotonic()
         assert await asyncio.to_thread(Later(lease.release).result) is True
         await asyncio.sleep(0.002 * round_)
         first.cancel()
@@ -239,7 +258,7 @@ async def test_cancelled_waiter_leaves_the_wake_up_to_others(
             pass
         else:
             assert await granted.arelease() is True
-        grant_is_late(await asyncio.to_thread(second.result), free_at)
+        grant_is_late(await asyncio.to_thread(second.result), free_at, pressed)
     assert await asyncio.to_thread(grantable, lock)
 
 

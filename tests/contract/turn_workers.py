@@ -73,7 +73,6 @@ def take_turns(alias: str, key: str, path: str, turns: int) -> dict[str, Any]:
             add_one(path)
     return {
         "turns": len(took),
-        "late": sum(each > 4 for each in took),
         "slow": [[turn, round(each, 2)] for turn, each in enumerate(took) if each > 1],
         "median_ms": round(1000 * statistics.median(took), 2),
         "longest_ms": round(1000 * max(took), 2),
