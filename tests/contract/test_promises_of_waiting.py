@@ -23,7 +23,7 @@ from tests.integration.wires import Wire
 from tests.processes import spawn
 
 from .aliases import abandon_connections
-from .helpers import PATIENCE, PROMPT, SHARED, Later, take
+from .helpers import PATIENCE, PROMPT, SHARED, Later, alone, pressure, take
 from .locking import eventually, grantable, held_elsewhere, lock_of
 from .test_lost_leases import WIRED, hanging
 
@@ -53,9 +53,10 @@ def test_killed_waiter_takes_no_wake_up_with_it(registered: Registered, key: str
         # Until both have made their attempt behind the subscription.
         time.sleep(0.7)
         doomed.kill()
+        pressed = pressure()
         assert Later(lease.release).result() is True
         released_at = time.monotonic()
-        assert other.result() - released_at < PROMPT
+        assert alone(other.result() - released_at, pressed) < PROMPT
     assert grantable(lock)
 
 
@@ -124,10 +125,12 @@ def test_connection_that_is_cut_while_waiting_costs_no_turn(
         cut(wire)
         time.sleep(1)
         assert waiter._thread.is_alive()
-        released_at = time.monotonic()
+        pressed, released_at = pressure(), time.monotonic()
         assert Later(backend.release, grant).result() is True
+        took = waiter.result() - released_at
+        assert took >= 0
         # With a safety read of 5 s at the latest.
-        assert 0 <= waiter.result() - released_at < 5 + PROMPT
+        assert alone(took, pressed) < 5 + PROMPT
 
 
 # Tasks
