@@ -22,8 +22,8 @@ from .helpers import Later
 T = TypeVar("T")
 
 #: A short lease, and how long to wait until it is certainly over. The grace is not.
-SHORT = 0.2
-PAST = 0.25
+SHORT = 0.6
+PAST = 0.65
 
 
 def lock_of(registered: Registered, key: str, **more: Any) -> Lock:

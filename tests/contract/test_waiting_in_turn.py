@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from django_distlock import Lease, Lock, LockNotAcquired, Retry
+from django_distlock import BackendUnavailable, Lease, Lock, LockNotAcquired, Retry
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.queues import Turn
 from django_distlock.core.records import Grant
@@ -424,8 +424,10 @@ def test_everybody_gets_the_key_however_many_come_and_go(
     def run(number: int) -> None:
         for turn in range(6):
             wait = 0.02 if (number + turn) % 3 == 0 else 20
+            # On a busy machine a store may not answer in so short a time.
+            may_meet = (LockNotAcquired, BackendUnavailable) if wait < 1 else (LockNotAcquired,)
             with (
-                suppress(LockNotAcquired),
+                suppress(*may_meet),
                 lock_of(registered, line.lock.key, ttl=60, wait=wait, retry=QUICK),
             ):
                 granted.append(number)
