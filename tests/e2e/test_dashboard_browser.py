@@ -246,6 +246,16 @@ def test_times_are_read_from_left_to_right(shop: Dashboard, browser: Browser) ->
             assert first < last
 
 
+def test_chart_begins_at_the_left(shop: Dashboard, browser: Browser) -> None:
+    """As its bars do, also on a page in Arabic or Hebrew."""
+    show(browser)
+    pause(browser)
+    browser.driver.execute_script("document.documentElement.dir = 'rtl'")
+    place = "document.querySelector('.distlock-bars {}').getBoundingClientRect().left"
+    first, last, bars = (browser.ask(place.format(each)) for each in (".first", ".last", "svg"))
+    assert bars <= first < last
+
+
 def test_programs_ask_with_a_token(shop: Dashboard, window: Browser) -> None:
     """The endpoints of the example: its staff see them in the browser, a stranger sees nothing."""
     address = f"{window.address}/locks/health"
