@@ -217,6 +217,25 @@ def test_phone_shows_all_of_it(shop: Dashboard, browser: Browser) -> None:
         assert browser.one(row("k" * 512)).size["height"] < 3 * line
 
 
+def test_phone_gives_a_lock_two_lines(shop: Dashboard, browser: Browser) -> None:
+    """Also where its holder and its state have long names, as in German."""
+    with held(shop, "lines", ttl=3000), browser.phone():
+        show(browser, "lines")
+        pause(browser)
+        for place, text in (
+            (".holder bdi", "batch-7.internal.example.com celery-worker[4711]"),
+            ("td.state", "abgelaufen, in der Schonfrist"),
+            (".left .text", "49 min 59 s"),
+        ):
+            browser.driver.execute_script(
+                "document.querySelector(arguments[0]).textContent = arguments[1]",
+                f"{row('lines')} {place}", text,
+            )  # fmt: skip
+        line = float(browser.ask("getComputedStyle(document.body).fontSize").removesuffix("px")) * 2
+        assert browser.one(row("lines")).size["height"] < 3 * line
+        assert browser.ask("document.documentElement.scrollWidth") <= 390
+
+
 def test_long_words_stay_in_their_cards(shop: Dashboard, browser: Browser) -> None:
     """On a phone, as in German."""
     with browser.phone():
