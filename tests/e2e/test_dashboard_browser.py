@@ -236,6 +236,18 @@ def test_phone_gives_a_lock_two_lines(shop: Dashboard, browser: Browser) -> None
         assert browser.ask("document.documentElement.scrollWidth") <= 390
 
 
+def test_long_key_leaves_room_for_others(shop: Dashboard, browser: Browser) -> None:
+    """Its row is no screen high; pointed at, it is the whole."""
+    with held(shop, "k" * 512, "short"):
+        show(browser, "k" * 512, "short")
+        link = browser.one(f"{row('k' * 512)} a")
+        assert link.size["height"] < 5 * browser.one(f"{row('short')} a").size["height"]
+        assert link.get_attribute("title") == "k" * 512
+        cell = browser.one(f"{row('short')} .key")
+        parts = sum(each.size["height"] for each in browser.every(f"{row('short')} .key > *"))
+        assert cell.size["height"] < parts * 1.7  # Nothing but the key and its backend.
+
+
 def test_long_words_stay_in_their_cards(shop: Dashboard, browser: Browser) -> None:
     """On a phone, as in German."""
     with browser.phone():
