@@ -188,7 +188,7 @@ def test_key_is_taken_by_the_keyboard_alone(shop: Dashboard, browser: Browser) -
         go_to(browser, f"{row('typed')} input")
         browser.press("SPACE")
         assert browser.one(f"{row('typed')} input").is_selected()
-        go_to(browser, "#distlock-operation", back=True)
+        go_to(browser, "#distlock-operation")
         browser.press("Force")
         assert browser.one("#distlock-operation").get_property("value") == "force_release"
         go_to(browser, ".distlock-acts button")

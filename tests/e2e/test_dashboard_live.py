@@ -98,6 +98,24 @@ def test_all_of_a_page_are_chosen_at_once(shop: Dashboard, browser: Browser) -> 
             assert browser.one(f"{row(key)} input").is_selected()
 
 
+def test_what_to_do_is_offered_where_one_looks(shop: Dashboard, browser: Browser) -> None:
+    """Once a row is chosen, without a scroll; no row moves, and no room is kept for it before."""
+    with held(shop, *(f"look:{number:02}" for number in range(30))), browser.phone():
+        show(browser, "look:00")
+        pause(browser)
+        table = "document.querySelector('.distlock-locks').getBoundingClientRect()"
+        form = "document.querySelectorAll('[role=search] .field')"
+        gap = f"{table}.top - [...{form}].at(-1).getBoundingClientRect().bottom"
+        assert browser.ask(gap) < 40
+        box = browser.one(f"{row('look:00')} input")
+        browser.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", box)
+        top = browser.ask(f"{table}.top")
+        box.click()
+        bar = "document.querySelector('[data-acts]').getBoundingClientRect()"
+        assert browser.ask(f"{bar}.height > 0 && {bar}.bottom <= innerHeight + 1")
+        assert browser.ask(f"{table}.top") == top
+
+
 def test_way_back_chooses_no_other_lock(shop: Dashboard, browser: Browser) -> None:
     """Browsers restore boxes by their place, and another lock may have come before it."""
     with held(shop, "way:2"):
