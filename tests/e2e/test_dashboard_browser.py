@@ -164,6 +164,16 @@ def test_everything_but_the_refresh_works_without_script(shop: Dashboard, browse
         assert "stop requested" in browser.text(".distlock-facts")
 
 
+def test_time_left_is_heard_as_it_is_read(shop: Dashboard, browser: Browser) -> None:
+    """In words, and not also as the milliseconds of its bar."""
+    with held(shop, "heard", ttl=3600):
+        show(browser, "heard")
+        pause(browser)
+        nodes = browser.tell("Accessibility.getFullAXTree")["nodes"]
+        cells = [each["name"]["value"] for each in nodes if each["role"]["value"] == "cell"]
+        assert browser.text(f"{row('heard')} .left .text") in [each.strip() for each in cells]
+
+
 def test_hostile_key_is_text(shop: Dashboard, browser: Browser) -> None:
     """On every page, also where a refresh has put it there."""
     show(browser)

@@ -167,7 +167,7 @@ def test_tab_goes_through_the_page(
         unnamed = browser.ask(
             "[...document.querySelectorAll('#distlock :is(input, select, progress)')]"
             ".filter(e => !['hidden', 'submit'].includes(e.type))"
-            ".filter(e => !e.labels.length && !e.ariaLabel)"
+            ".filter(e => !e.ariaHidden && !e.labels.length && !e.ariaLabel)"
             ".map(e => e.outerHTML)"
         )
     places = [each["place"] for each in forth]
