@@ -246,6 +246,20 @@ def test_phone_gives_a_lock_two_lines(shop: Dashboard, browser: Browser) -> None
         assert browser.ask("document.documentElement.scrollWidth") <= 390
 
 
+def test_order_is_seen_and_chosen(shop: Dashboard, browser: Browser) -> None:
+    """By the headings, also on a phone: an arrow says how the list is sorted."""
+    heading = "th[aria-sort]:nth-of-type(3) a"
+    with held(shop, "sorted:1", "sorted:2"), browser.phone():
+        show(browser, "sorted:1", "sorted:2")
+        arrow = f"getComputedStyle(document.querySelector('{heading}'), '::after').content"
+        for sign in "\N{BLACK UP-POINTING TRIANGLE}\N{BLACK DOWN-POINTING TRIANGLE}":
+            browser.one(heading).click()
+            browser.until(lambda sign=sign: sign in browser.ask(arrow))
+            keys = [each.text for each in browser.every("th.key a") if "sorted:" in each.text]
+            up = sign == "\N{BLACK UP-POINTING TRIANGLE}"
+            assert keys == (["sorted:1", "sorted:2"] if up else ["sorted:2", "sorted:1"])
+
+
 def test_long_key_leaves_room_for_others(shop: Dashboard, browser: Browser) -> None:
     """Its row is no screen high; pointed at, it is the whole."""
     with held(shop, "k" * 512, "short"):
