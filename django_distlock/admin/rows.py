@@ -135,6 +135,7 @@ class Column:
 
 
 COLUMNS: Final = (
+    Column("state", _("State"), lambda row: [*State].index(row.lock.state), greatest_first=True),
     Column("key", _("Key and backend"), lambda row: (row.lock.key, row.lock.backend)),
     Column("left", _("Expires in"), lambda row: math.inf if row.end is None else row.left),
     Column("age", _("Held for"), lambda row: row.lock.held_for, greatest_first=True),

@@ -146,7 +146,7 @@ def test_part_of_a_key_is_found(browser: Client, key: str, capsys: Any) -> None:
     assert f"{key}-green" not in out
 
 
-@pytest.mark.parametrize("column", ["key", "left", "age", "holder", "fence", "waiting"])
+@pytest.mark.parametrize("column", ["state", "key", "left", "age", "holder", "fence", "waiting"])
 def test_list_is_sorted_by_a_column(browser: Client, key: str, column: str) -> None:
     """Up and down; the heading says how, and leads to the other order."""
     for each, ttl in (("b", 60), ("a", None), ("c", 600)):
@@ -162,6 +162,8 @@ def test_list_is_sorted_by_a_column(browser: Client, key: str, column: str) -> N
     }
     if column == "fence":
         assert (found["fence"][2], found["-fence"][0]) == ("c", "c")
+    elif column == "state":
+        assert (found["state"][2], found["-state"][0]) == ("a", "a")
     elif column == "waiting":
         assert (found["waiting"][2], found["-waiting"][0]) == ("b", "b")
     else:
