@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from django.utils import timezone
+from django.utils import formats, timezone
 from django.utils.translation import gettext as _
 
 from ..core.wording import span
@@ -98,12 +98,18 @@ def of_releases(releases: Sequence[tuple[datetime, float, float]]) -> Chart:
     oldest_first = releases[::-1]
     titles = [
         _("%(time)s: held for %(held)s, waited for %(waited)s")
-        % {"time": _date(at), "held": span(held, 3), "waited": span(waited, 3)}
+        % {"time": _date(at), "held": lasted(held), "waited": lasted(waited)}
         for at, held, waited in oldest_first
     ]
     numbers = [(held, waited) for _at, held, waited in oldest_first]
     ends = _date(releases[-1][0]), _date(releases[0][0])
-    return Chart.of(numbers, titles, span(max(map(sum, numbers)), 3), ends)
+    return Chart.of(numbers, titles, lasted(max(map(sum, numbers))), ends)
+
+
+def lasted(seconds: float) -> str:
+    """Return how long something took, with the decimal sign of the language."""
+    # A point separates thousands in German: "9.900 s" would be hours.
+    return span(seconds, 3).replace(".", formats.get_format("DECIMAL_SEPARATOR"))
 
 
 def _date(instant: datetime) -> str:

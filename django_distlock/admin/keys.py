@@ -13,11 +13,11 @@ from django.utils.translation import gettext_lazy as _
 
 from ..core.holders import Holder
 from ..core.records import known_holder
-from ..core.wording import is_seen, span
+from ..core.wording import is_seen
 from ..inspection import KeyView, Operation
 from ..inspection.history import times_of
 from ..models import LockEvent
-from .charts import Chart, of_releases
+from .charts import Chart, lasted, of_releases
 from .rows import Row, row_of
 from .targets import Pages, Target
 
@@ -46,7 +46,7 @@ class Release:
     @classmethod
     def of(cls, event: LockEvent, times: tuple[float, float]) -> Release:
         """Read what an event says."""
-        held, waited = (span(each, 3) for each in times)
+        held, waited = map(lasted, times)
         return cls(event.at, held, waited, known_holder(event.holder), event.fence)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from django.contrib.auth.models import User
 from django.core.management import call_command
 from django.test import Client, override_settings
+from django.utils import translation
 
 from django_distlock import distlock, lock_backends
 from django_distlock.core.holders import Holder
@@ -65,6 +67,12 @@ def test_page_of_a_key_shows_past_holders(
     text = reader.get(f"{LOCKS}key/", {"backend": alias, "key": key}).content.decode()
     assert "Past holders" in text
     assert f"<bdi>{page.releases[0].holder.where}</bdi>" in text
+    assert re.search(r"<bdi>\d\.\d{3} s</bdi>", text)
+    # Else a German would read thousands of seconds.
+    with translation.override("de"):
+        german = reader.get(f"{LOCKS}key/", {"backend": alias, "key": key}).content.decode()
+    assert re.search(r"<bdi>\d,\d{3} s</bdi>", german)
+    assert not re.search(r"\d\.\d{3} s", german)
     # Events may name people.
     hidden = browser.get(f"{LOCKS}key/", {"backend": alias, "key": key}).content.decode()
     assert "Past holders" not in hidden
