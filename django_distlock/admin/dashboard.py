@@ -22,6 +22,7 @@ from django.utils.translation import gettext as _
 
 from ..core.errors import InvalidArgument, LockError
 from ..core.wording import printable
+from ..handler import lock_backends
 from ..inspection import Operation, may, show
 from ..models import HeldLock
 from .filters import FilterForm, KeyForm
@@ -93,6 +94,8 @@ class LockDashboard(ReadOnlyAdmin):
     def key_view(self, request: HttpRequest) -> HttpResponse:
         """Show all that is known about a key."""
         self._require(request, Operation.VIEW)
+        if request.GET.get("backend") == "":
+            return self._find(request)
         target = _target(request.GET.urlencode())
         context = {
             **self._context(request, printable(target.key)),
@@ -107,6 +110,21 @@ class LockDashboard(ReadOnlyAdmin):
             context |= {"failure": page}
         status = 503 if "failure" in context else 200
         return TemplateResponse(request, "admin/django_distlock/key.html", context, status=status)
+
+    def _find(self, request: HttpRequest) -> HttpResponse:
+        """Go to the key of the only backend that has one; else say what each of them knows."""
+        key = request.GET.get("key", "")
+        targets = [_target(Target(alias, key).text) for alias in lock_backends]
+        pages = [(each, _looked_at(each, self._pages, tells_who=False)) for each in targets]
+        found = [
+            (self._pages.key(target), target, page)
+            for target, page in pages
+            if not (isinstance(page, KeyPage) and page.is_unknown)
+        ]
+        if len(found) == 1 and isinstance(found[0][2], KeyPage):
+            return redirect(found[0][0])
+        context = {**self._context(request, printable(key)), "target": targets[0], "found": found}
+        return TemplateResponse(request, "admin/django_distlock/found.html", context)
 
     def operate_view(self, request: HttpRequest) -> HttpResponse:
         """Say what will happen to the keys that were chosen; do it when that was confirmed."""

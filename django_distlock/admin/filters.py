@@ -57,8 +57,8 @@ def _orders() -> list[tuple[str, str]]:
 class KeyForm(forms.Form):
     """A key that somebody knows by name: nobody need hold it."""
 
-    backend = forms.ChoiceField(label=_("Backend"), choices=named_backends)
     key = forms.CharField(label=_("Key"), max_length=512, strip=False)
+    backend = forms.ChoiceField(label=_("Backend"), required=False, choices=_backends)
 
 
 class FilterForm(forms.Form):

@@ -338,6 +338,30 @@ def test_second_site_keeps_to_itself(reader: Client, key: str) -> None:
         assert f'<a href="{site}">Locks</a>' in page_of_key
 
 
+def test_key_is_found_on_whichever_backend_has_it(browser: Client, key: str) -> None:
+    """The only one at once; else each is named, with those that did not answer."""
+    take("redis", key)
+    answer = browser.get(f"{LOCKS}key/", {"key": key, "backend": ""})
+    assert answer.url == f"{LOCKS}key/?{urlencode({'backend': 'redis', 'key': key})}"
+    take("postgres", key)
+    text = browser.get(f"{LOCKS}key/", {"key": key, "backend": ""}).content.decode()
+    for alias in ("postgres", "redis"):
+        assert f'"{LOCKS}key/?backend={alias}&amp;key={key}"' in text
+    both = {"broken": DEAD, "redis": settings.DISTLOCK["redis"]}
+    with override_settings(DISTLOCK=both):
+        text = browser.get(f"{LOCKS}key/", {"key": key, "backend": ""}).content.decode()
+    assert f'"{LOCKS}key/?backend=redis&amp;key={key}"' in text
+    assert "did not answer" in text
+
+
+def test_key_that_no_backend_has_is_unknown(browser: Client, key: str) -> None:
+    """The page says so, and offers nothing."""
+    text = browser.get(f"{LOCKS}key/", {"key": key, "backend": ""}).content.decode()
+    assert "No backend has a record of this key" in text
+    assert 'name="operation"' not in text
+    assert browser.get(f"{LOCKS}key/", {"key": "", "backend": ""}).status_code == 404
+
+
 def test_page_of_no_key_is_not_found(browser: Client) -> None:
     """Whatever is wrong with the address."""
     wrong = ("", "backend=postgres", "backend=nobody&key=a", "backend=postgres&key=", "key=a")
