@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from .browsers import Browser
-from .dashboards import PASSWORD, TOKEN, Dashboard, held, leashed, pause, row, show
+from .dashboards import LOCKS, PASSWORD, TOKEN, Dashboard, held, leashed, pause, row, show
 
 HOSTILE = "<script>document.title = 'taken'</script>"
 #: Where a letter of an element is seen.
@@ -258,6 +258,18 @@ def test_order_is_seen_and_chosen(shop: Dashboard, browser: Browser) -> None:
             keys = [each.text for each in browser.every("th.key a") if "sorted:" in each.text]
             up = sign == "\N{BLACK UP-POINTING TRIANGLE}"
             assert keys == (["sorted:1", "sorted:2"] if up else ["sorted:2", "sorted:1"])
+
+
+def test_past_holders_are_short_on_a_phone(shop: Dashboard, browser: Browser) -> None:
+    """Six facts of each take three lines at most."""
+    shop.hold("past", 60)
+    shop.hold("past", 0)
+    browser.open(f"{LOCKS}key/?backend=default&key=past")
+    browser.until(lambda: _again(browser, "#distlock") and browser.every(".distlock-chart"))
+    with browser.phone():
+        line = float(browser.ask("getComputedStyle(document.body).fontSize").removesuffix("px")) * 2
+        past = browser.one(".distlock-short:has([data-label='Held for']) tbody tr")
+        assert past.size["height"] < 3.5 * line
 
 
 def test_long_key_leaves_room_for_others(shop: Dashboard, browser: Browser) -> None:
