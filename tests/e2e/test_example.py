@@ -203,7 +203,10 @@ def test_worker_does_what_was_left_to_it(shop: Shop, stop: signal.Signals) -> No
     shop.environment["SHOP_REPORT_SECONDS"] = "1"
     with shop.serve(stop=stop, worker=True) as site:
         # It says so until there is one.
-        site.wait_for("/", lambda text: "No Celery worker runs" not in text)
+        page = site.wait_for("/", lambda text: "No Celery worker runs" not in text)
+        # Whose locks are not among those of the shop.
+        assert f'href="{LOCKS}?backend=jobs"' in page
+        assert "celery-beat" not in page
         assert "A worker captures the payment" in site.post("/payments/1/later/").text
         site.wait_for("/", lambda text: "/payments/1/capture/" not in text)
         site.wait_for("/", lambda text: "pieces in stock" in text)
