@@ -160,7 +160,7 @@ class Story:
 
         second = self._start("second", group=first.process.pid)
         second.wait_for("asking")
-        self._note(second, "takes the lock over after the lease has expired")
+        self._note(second, "takes the lock over after the lease expired")
         second.answer()
         second.wait_for("captured")
         self._note(second, "captures the payment")

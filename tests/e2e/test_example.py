@@ -72,6 +72,8 @@ def test_demo_loses_updates_without_the_lock_and_none_with_it(shop: Shop) -> Non
         assert "rising with each grant" in said
         assert ("its stale write is refused" in said) == shop.can_pause, said
         assert ("The payment is captured" in said) == shop.can_pause, said
+        # As a terminal of 80 columns shows it.
+        assert ("the lease expired\n" in said) == shop.can_pause, said
 
 
 def test_demo_stops_on_ctrl_c_while_the_processes_compete(shop: Shop) -> None:
@@ -157,7 +159,7 @@ def test_site_refuses_the_write_of_a_worker_that_was_paused(shop: Shop) -> None:
         assert [(worker, text.split(",")[0]) for worker, _, text, _ in story] == [
             ("first", "acquires the lock"),
             ("first", "is paused"),
-            ("second", "takes the lock over after the lease has expired"),
+            ("second", "takes the lock over after the lease expired"),
             ("second", "captures the payment"),
             ("first", "resumes"),
         ], page
