@@ -17,6 +17,7 @@ from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
 from django.db import connections, models
 from django.test import Client, override_settings
+from django.utils import timezone
 
 from django_distlock import lock_backends
 from django_distlock.core.holders import Holder
@@ -433,6 +434,14 @@ def test_times_are_local_without_time_zones_in_django(reader: Client, key: str) 
     for exact, told in shown:
         local = datetime.fromisoformat(exact).astimezone(ZoneInfo("Asia/Kathmandu"))
         assert told == f"{local:%m/%d/%Y %H:%M:%S}"
+
+
+def test_zone_of_times_is_told(browser: Client, key: str) -> None:
+    """Logs are often in another one."""
+    take("postgres", key)
+    with timezone.override("Asia/Kolkata"):
+        for text in (page(browser), key_page(browser, "postgres", key)):
+            assert "Times are in Asia/Kolkata." in text
 
 
 def test_events_are_listed_without_tables_of_time_zones(reader: Client, key: str) -> None:
