@@ -266,6 +266,9 @@ def test_past_holders_are_short_on_a_phone(shop: Dashboard, browser: Browser) ->
     shop.hold("past", 0)
     browser.open(f"{LOCKS}key/?backend=default&key=past")
     browser.until(lambda: _again(browser, "#distlock") and browser.every(".distlock-chart"))
+    # Nor does a bar become wide where there are few.
+    bars = len(browser.every(".distlock-bars g"))
+    assert browser.one(".distlock-bars svg").size["width"] < 50 * bars
     with browser.phone():
         line = float(browser.ask("getComputedStyle(document.body).fontSize").removesuffix("px")) * 2
         past = browser.one(".distlock-short:has([data-label='Held for']) tbody tr")
