@@ -41,6 +41,7 @@ def start(request: HttpRequest) -> HttpResponse:
         {
             "products": Product.objects.order_by("name"),
             "payments": Payment.objects.order_by("customer"),
+            "has_open": Payment.objects.filter(status=Payment.Status.OPEN).exists(),
             "locks": lock_backends["default"].list().records,
             "refused": refused.order_by("-at")[:5],
             "can_pause": story.is_possible(),

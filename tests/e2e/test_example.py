@@ -204,6 +204,7 @@ def test_worker_does_what_was_left_to_it(shop: Shop, stop: signal.Signals) -> No
     """A payment, and what the schedule says. It ends with the demo: it would hold our pipe."""
     shop.environment["SHOP_REPORT_SECONDS"] = "1"
     with shop.serve(stop=stop, worker=True) as site:
+        assert "All payments are captured" not in site.get("/").text
         # It says so until there is one.
         page = site.wait_for("/", lambda text: "No Celery worker runs" not in text)
         # Whose locks are not among those of the shop.
@@ -212,6 +213,9 @@ def test_worker_does_what_was_left_to_it(shop: Shop, stop: signal.Signals) -> No
         assert "A worker captures the payment" in site.post("/payments/1/later/").text
         site.wait_for("/", lambda text: "/payments/1/capture/" not in text)
         site.wait_for("/", lambda text: "pieces in stock" in text)
+        for payment in "234":
+            site.post(f"/payments/{payment}/later/")
+        site.wait_for("/", lambda text: "All payments are captured" in text)
 
 
 @pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
