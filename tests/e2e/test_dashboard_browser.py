@@ -405,6 +405,8 @@ if FOLDER:
         with browser.phone():
             browser.save("dashboard-phone", FOLDER)
         browser.one(f"{row('invoice:42')} a").click()
+        browser.one(".distlock-facts")
         browser.save("key", FOLDER)
         browser.one("button[value=force_release]").click()
+        browser.one("[name=reason]")
         browser.save("force-release", FOLDER)
