@@ -92,9 +92,7 @@ def pause(request: HttpRequest, pk: int) -> HttpResponse:
     payment = get_object_or_404(Payment, pk=pk, status=Payment.Status.OPEN)
     if not story.is_possible():
         raise Http404
-    if story.begin(payment.pk):
-        tell(request, "A worker acquires the lock, and is paused. See below.", f"payment:{pk}")
-    else:
+    if not story.begin(payment.pk):
         messages.error(request, "A worker is already paused. See below what happens to it.")
     return redirect("start")
 

@@ -152,6 +152,8 @@ def test_site_refuses_the_write_of_a_worker_that_was_paused(shop: Shop) -> None:
             return
         assert 'http-equiv="refresh"' not in site.get("/").text
         assert 'http-equiv="refresh"' in site.post("/payments/2/pause/").text
+        # Also behind a refresh.
+        assert "What just happened:</b> A worker acquires the lock" in site.get("/").text
         page = site.wait_for("/", lambda text: 'http-equiv="refresh"' not in text)
         story = re.findall(
             r"The (\w+) worker \(pid (\d+)\) ([^.]+)\. <span class=\"fence\">fence ([\d,]+)<", page
