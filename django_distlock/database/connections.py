@@ -18,6 +18,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from django.conf import settings
 from django.db import connections
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
@@ -99,7 +100,8 @@ def opened_here() -> list[BaseDatabaseWrapper]:
 
 def close_here() -> None:
     """Close the connections of this thread: see `opened_here`."""
-    for each in opened_here():
+    # Without settings nothing was opened: `help()` looks at classes, and so makes blocks.
+    for each in opened_here() if settings.configured else []:
         each.close()
 
 

@@ -308,3 +308,17 @@ def test_help_has_an_example_and_the_defaults() -> None:
     assert f"its `TTL` ({config.ttl:g} s)" in shown
     assert f"the `WAIT` of the backend ({config.wait or 0:g} s)" in shown
     assert f"the `MAX_TTL` of the backend ({config.max_ttl / 86400:g} days)" in shown
+
+
+def test_help_of_the_package_needs_no_settings() -> None:
+    """It looks at every attribute of every class, and leaves no traceback behind."""
+    program = """
+import pydoc, threading, django_distlock
+from django_distlock.database.workers import releases
+failed = []
+threading.excepthook = failed.append
+pydoc.render_doc(django_distlock)
+releases.finish()
+assert not failed, failed
+"""
+    run(program)
