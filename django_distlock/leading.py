@@ -74,7 +74,7 @@ def leader_of(name: str, *, backend: str = "default") -> Holder | None:
     A leader that died is named until another one may lead: for its ttl, and a second.
 
     Raises:
-        BackendUnavailable: The store did not answer.
+        BackendUnavailable: The store is unavailable.
     """
     record = lock_backends[backend].read(_key(name))
     return None if record is None else record.holder

@@ -290,7 +290,7 @@ def overdue(store: BaseLockBackend, schedule: Declaration) -> float:
     A schedule that the store does not know counts from now on.
 
     Raises:
-        LockError: The store did not answer.
+        LockError: The store is unavailable.
     """
     noted = store.notes.get(schedule.key)
     if noted is None:

@@ -84,7 +84,7 @@ def locked_view(
         on_conflict: What is done if the key is not granted within `wait`: `"skip"` answers
             `status` and `Retry-After` without a call of the view, `"raise"` raises
             `LockNotAcquired`, `"run"` runs the view without the lock.
-        on_unavailable: What is done if the store does not answer: `"raise"` raises
+        on_unavailable: What is done if the store is unavailable: `"raise"` raises
             `BackendUnavailable`, `"skip"` answers 503, `"run"` runs the view without the lock.
         status: 409 (Conflict), 423 (Locked) or 429 (Too Many Requests); None: 429 where `permits`
             is above 1, and else 409.

@@ -182,7 +182,7 @@ class BaseLockBackend:
 
         Raises:
             InvalidArgument: Key, token, ttl or bound break a rule.
-            BackendUnavailable: The store did not answer. The key may have been granted: release it
+            BackendUnavailable: The store is unavailable. The key may have been granted: release it
                 with this token, or acquire with `replace=token`.
             LockUsageError: The store cannot be asked from here.
             LockError: The key has used up its fences.

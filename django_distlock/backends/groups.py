@@ -109,7 +109,7 @@ class Transactions(_InTransactions):
 
         Raises:
             LockUsageError: No transaction is open there, or one that cannot lock keys.
-            BackendUnavailable: The store did not answer.
+            BackendUnavailable: The store is unavailable.
         """
         found = self._backend._lock_for_transaction(asked)
         if found is None or not found.answer.is_unclear:

@@ -379,5 +379,6 @@ class FenceTable:
             )
         code = vendor.unavailable_code(error)
         if code is not None:
-            return BackendUnavailable.of(about, error, code, key)
+            answered = vendor.has_answered(error)
+            return BackendUnavailable.of(about, error, code, key, answered=answered)
         return LockError(f"{about} failed: {error}", key=key)

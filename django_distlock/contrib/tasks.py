@@ -68,7 +68,7 @@ def locked_task(
             but `wait` is 5 s if it is left out, and not 0; `"raise"`: it fails with
             `LockNotAcquired`; `"run"`: the body runs without the lock. None: `"retry"` where the
             backend of the task can run one later (`supports_defer`), and else `"raise"`.
-        on_unavailable: What is done if the store does not answer: `"raise"`: it fails with
+        on_unavailable: What is done if the store is unavailable: `"raise"`: it fails with
             `BackendUnavailable`; `"skip"`; or `"run"`.
         max_wait: Seconds (or a `timedelta`) since its first attempt for which a task is queued
             again; None: for ever. Behind that it fails with `LockNotAcquired`.

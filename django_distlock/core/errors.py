@@ -22,7 +22,12 @@ def shown(value: object) -> str:
 
 
 #: What a store did that has answered, by the code of the error.
-_DID: Final = {"auth_failed": "denied access", "rate_limited": "has reached a limit"}
+_DID: Final = {
+    "auth_failed": "denied access",
+    "network_timeout": "timed out",
+    "rate_limited": "has reached a limit",
+    "service_unavailable": "is unavailable",
+}
 
 
 class LockError(Exception):
@@ -120,7 +125,7 @@ class FenceRejected(LockError):
 
 
 class BackendUnavailable(LockError):
-    """The store did not answer, or denied access: nothing is known about the key.
+    """The store is unavailable or denied access: nothing is known about the key.
 
     `code` is `"service_unavailable"`, `"network_timeout"`, `"auth_failed"` or `"rate_limited"`.
     """
@@ -128,16 +133,22 @@ class BackendUnavailable(LockError):
     code = "service_unavailable"
 
     @classmethod
-    def of(cls, store: str, error: object, code: str, key: str | None = None) -> BackendUnavailable:
+    def of(
+        cls, store: str, error: object, code: str, key: str | None = None, *, answered: bool = False
+    ) -> BackendUnavailable:
         """Return the error of a store that could not be used, and say what the store did.
 
         Args:
             store: What the message begins with.
             error: What the driver said.
+            answered: Whether the error is an answer of the store.
         """
         # PostgreSQL's drivers have no code for a connection that was never made, only this text.
-        refused = "failed: FATAL:" in str(error)
-        did = _DID.get(code, "refused the connection" if refused else "did not answer")
+        if "failed: FATAL:" in str(error) and not answered:
+            did = "refused the connection"
+        else:
+            silent = not answered and code in ("network_timeout", "service_unavailable")
+            did = "did not answer" if silent else _DID[code]
         return cls(f"{store} {did}: {error}", key=key, code=code)
 
     @property

@@ -39,7 +39,7 @@ def insisting(
         pauses: Seconds between two questions.
 
     Raises:
-        BackendUnavailable: The store did not answer, twice.
+        BackendUnavailable: The store is unavailable, twice.
     """
     failed = False
     while True:

@@ -34,7 +34,7 @@ def refuse_overtaken(by: Fenced, using: str, model: type[models.Model]) -> None:
 
     Raises:
         FenceRejected: It was.
-        BackendUnavailable: The lock store did not answer.
+        BackendUnavailable: The lock store is unavailable.
     """
     overtaken = getattr(getattr(by, "_holding", by), "overtaken", None)
     if overtaken is None:

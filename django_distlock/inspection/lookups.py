@@ -91,7 +91,7 @@ def held_keys(keys: Iterable[Key], *, backend: str = "default") -> dict[str, Hol
 
     Raises:
         InvalidArgument: A key breaks a rule.
-        BackendUnavailable: The store did not answer.
+        BackendUnavailable: The store is unavailable.
     """
     if isinstance(keys, str):
         raise InvalidArgument(f"keys must be several keys, not the text {shown(keys)}.")

@@ -95,7 +95,7 @@ def force_release(
     Raises:
         InvalidArgument: An argument breaks a rule.
         InvalidLockBackend: There is no such backend.
-        BackendUnavailable: The store did not answer. The key may have been taken.
+        BackendUnavailable: The store is unavailable. The key may have been taken.
     """
     order = Order(Operation.FORCE_RELEASE, actor, reason)
     return _on_holder(

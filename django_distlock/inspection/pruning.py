@@ -75,7 +75,7 @@ def prune_events(
     Raises:
         InvalidArgument: An argument breaks a rule.
         LockUsageError: No database keeps events here.
-        BackendUnavailable: The database of the events did not answer.
+        BackendUnavailable: The database of the events is unavailable.
     """
     order = Order(Operation.CLEANUP, actor, reason)
     _require_batch(batch)
@@ -104,7 +104,7 @@ def prune_responses(
     Raises:
         InvalidArgument: `batch` breaks a rule.
         LockUsageError: No database keeps responses here.
-        BackendUnavailable: The database of the responses did not answer.
+        BackendUnavailable: The database of the responses is unavailable.
     """
     _require_batch(batch)
     using = _using(_RESPONSES)

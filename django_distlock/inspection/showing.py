@@ -130,7 +130,7 @@ def show(key: str, backend: str = "default") -> KeyView:
     Raises:
         InvalidArgument: The key breaks a rule.
         InvalidLockBackend: There is no such backend.
-        BackendUnavailable: The store did not answer.
+        BackendUnavailable: The store is unavailable.
     """
     key, store = stored_key(key), lock_backends[backend]
     record = store.read(key)
@@ -165,7 +165,7 @@ def expired_locks(backend: str = "default", *, limit: int = 100) -> tuple[HeldKe
 
     Raises:
         InvalidLockBackend: There is no such backend.
-        BackendUnavailable: The store did not answer.
+        BackendUnavailable: The store is unavailable.
     """
     store = lock_backends[backend]
     found = store.expired(limit=limit)

@@ -68,7 +68,7 @@ def summary(backend: str = "default", *, soon: Duration = SOON) -> Summary:
 
     Raises:
         InvalidLockBackend: There is no such backend.
-        BackendUnavailable: The store did not answer.
+        BackendUnavailable: The store is unavailable.
         LockUsageError: The backend cannot list its locks.
     """
     store, within = lock_backends[backend], seconds(soon, "soon")
@@ -134,7 +134,7 @@ def statistics(backend: str = "default") -> Statistics:
 
     Raises:
         InvalidLockBackend: There is no such backend.
-        BackendUnavailable: The store did not answer.
+        BackendUnavailable: The store is unavailable.
         LockUsageError: The backend cannot list its locks, and has no other way to count them.
     """
     store = lock_backends[backend]

@@ -30,7 +30,7 @@ def acquire(backend: BaseLockBackend, request: Request, block: Block) -> Granted
 
     Raises:
         LockNotAcquired: Somebody else had it for all of the wait.
-        BackendUnavailable: The store did not answer until the end of the wait.
+        BackendUnavailable: The store is unavailable until the end of the wait.
     """
     attempts = block.attempts = Attempts(backend, request)
     try:
@@ -68,7 +68,7 @@ def insist(
         deadline: When the lease is over, by the store's `monotonic`.
 
     Raises:
-        BackendUnavailable: The store did not answer, twice.
+        BackendUnavailable: The store is unavailable, twice.
     """
     return insisting(
         question,

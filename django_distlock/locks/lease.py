@@ -195,7 +195,7 @@ class Lease:
 
         Raises:
             LockLost: It ended first.
-            BackendUnavailable: The store did not answer. The lease stands until its deadline.
+            BackendUnavailable: The store is unavailable. The lease stands until its deadline.
             InvalidArgument: `ttl` breaks a rule.
             LockUsageError: It was released, or belongs to another process.
         """
@@ -238,7 +238,7 @@ class Lease:
 
         Raises:
             LockLost: It was lost, and `strict`.
-            BackendUnavailable: The store did not answer. May be called again; the lease is not held
+            BackendUnavailable: The store is unavailable. May be called again; the lease is not held
                 any more, because the store may still hear it.
         """
         return self._release.by_call(strict=strict)
@@ -262,7 +262,7 @@ class Lease:
             LockLost: The lease ended first, or the key was granted anew.
             LockUsageError: No transaction is open; it is on another database, or may only read;
                 the backend cannot do that; or the lease was released.
-            BackendUnavailable: The store did not answer within a second, or the time left.
+            BackendUnavailable: The store is unavailable within a second, or the time left.
         """
         # A wrong use is told before the state of the lease.
         holding = self._holding
@@ -343,6 +343,6 @@ class Lease:
             InvalidArgument: It is no such text, or was signed with another secret.
             LockLost: The lease is over, or somebody has loaded it.
             LockNotAcquired: The key is paused. May be called again while the lease lives.
-            BackendUnavailable: The store did not answer.
+            BackendUnavailable: The store is unavailable.
         """
         return cls(*transfer.load(text))

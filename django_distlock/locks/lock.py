@@ -171,7 +171,7 @@ class Lock:
         Raises:
             InvalidArgument: A heartbeat is asked for, and the lock is `basic`.
             LockNotAcquired: Somebody else held it for all of `wait`.
-            BackendUnavailable: The store did not answer until then, or too slowly.
+            BackendUnavailable: The store is unavailable until then, or too slowly.
             LockUsageError: The lock cannot be taken from here; the message says what to do.
         """
         return taking.by_call(self, self.wait, heartbeat=heartbeat)

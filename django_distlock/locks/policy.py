@@ -71,7 +71,7 @@ class Policy:
 
     Attributes:
         on_conflict: "run", "skip" or "retry" where somebody else has the key; else it is raised.
-        on_unavailable: The same where the store does not answer.
+        on_unavailable: The same where the store is unavailable.
     """
 
     on_conflict: str

@@ -239,7 +239,7 @@ class Holding:
             hold: Let nobody be granted the key from here to its end, if the locks are there, too.
 
         Raises:
-            BackendUnavailable: The store did not answer.
+            BackendUnavailable: The store is unavailable.
         """
         # Many a backend cannot, and none can in the database of another.
         with suppress(LockUsageError):

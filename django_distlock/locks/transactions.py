@@ -85,7 +85,7 @@ def transaction_lock(
             nothing is given up before the end of the transaction, and the first two of them roll
             back the whole transaction where they find a deadlock, and with
             `innodb_rollback_on_timeout` where a wait ends.)
-        BackendUnavailable: The store did not answer.
+        BackendUnavailable: The store is unavailable.
     """
     asked = _sorted(keys, shared=shared, parent=parent, escalate_at=escalate_at)
     store = lock_backends[backend]

@@ -131,7 +131,7 @@ class Bench:
 
         Raises:
             LockNotAcquired: Another bench of this backend is running.
-            LockError: The store did not answer, or refused.
+            LockError: The store is unavailable, or refused.
         """
         with self._lock(RUN, wait=0):
             return Measured(

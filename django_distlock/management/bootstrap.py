@@ -50,7 +50,7 @@ def ensure_tables(using: str, wait: float | None) -> None:
 
     Raises:
         LockNotAcquired: Others were at it all the time.
-        BackendUnavailable: The database did not answer.
+        BackendUnavailable: The database is unavailable.
         LockError: The migrations failed, and there are no lock tables.
     """
     give_up = None if wait is None else time.monotonic() + wait
@@ -72,7 +72,9 @@ def ensure_tables(using: str, wait: float | None) -> None:
             if code is None:
                 _refuse_unless_made(using, error)
                 return
-            failure = BackendUnavailable.of(f"The lock store {using!r}", error, code)
+            answered = vendors.of(using).has_answered(error)
+            about = f"The lock store {using!r}"
+            failure = BackendUnavailable.of(about, error, code, answered=answered)
             failure.__cause__ = error
             connections[using].close()
         if give_up is not None and time.monotonic() >= give_up:

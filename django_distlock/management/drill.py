@@ -45,7 +45,7 @@ def refuse_impossible(store: BaseLockBackend) -> None:
     """Refuse a backend on which there is nothing to see, before any process is started.
 
     Raises:
-        LockError: The store does not answer, or refuses.
+        LockError: The store is unavailable, or refuses.
         LockUsageError: It is one, or processes cannot be stopped here.
     """
     if not hasattr(signal, "SIGSTOP"):
@@ -105,7 +105,7 @@ class Drill:
 
         Raises:
             Stuck: The other process did not do what it was to do.
-            LockError: The store did not answer, or refused.
+            LockError: The store is unavailable, or refused.
         """
         with ExitStack() as stack:
             stack.callback(leave_nothing, self._store, self._key, self._target)

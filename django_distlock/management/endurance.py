@@ -189,7 +189,7 @@ class Endurance:
 
         Raises:
             Stuck: A process ended by itself.
-            LockError: The store did not answer, or refused.
+            LockError: The store is unavailable, or refused.
         """
         with ExitStack() as stack:
             for key, target in self._targets.items():

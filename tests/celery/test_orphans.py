@@ -206,7 +206,7 @@ def test_rabbitmq_asks_workers_for_what_they_keep(
     ("address", "message", "status"),
     [
         # It is no broker without the task.
-        ("redis://127.0.0.1:1/0", "The broker did not answer", 69),
+        ("redis://127.0.0.1:1/0", "The broker is unavailable", 69),
         ("memory://", "kind 'memory' cannot list its tasks", 1),
     ],
     ids=["away", "shows nothing"],

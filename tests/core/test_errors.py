@@ -104,5 +104,8 @@ def test_not_acquired_knows_its_holder() -> None:
 def test_message_says_what_the_store_did(error: str, code: str, said: str) -> None:
     """Only what nobody answered was not answered."""
     made = BackendUnavailable.of("The lock store 'a'", error, code, "key")
+    told = str(BackendUnavailable.of("The lock store 'a'", error, code, answered=True))
+    assert "did not answer" not in told
+    assert told.endswith(f": {error}")
     assert (str(made), made.code, made.key) == (f"The lock store 'a' {said}", code, "key")
     assert made.is_denied == (code == "auth_failed")

@@ -137,7 +137,10 @@ def test_server_that_cannot_save(key: str) -> None:
         eventually(
             lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", "saving fails"
         )
-        assert is_unavailable(attempt(backend_on(server.url), key), "service_unavailable")
+        error = attempt(backend_on(server.url), key)
+        assert is_unavailable(error, "service_unavailable")
+        # It did answer.
+        assert "is unavailable: MISCONF" in str(error)
 
 
 def test_server_that_runs_a_script_for_long(

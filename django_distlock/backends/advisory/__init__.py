@@ -164,7 +164,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
 
         Raises:
             LockUsageError: A pooler stands in between.
-            BackendUnavailable: The server did not answer.
+            BackendUnavailable: The server is unavailable.
         """
         session = self._taken(None)
         if session is not None:

@@ -328,7 +328,7 @@ class RedisBackend(RedisWaiters):
         Of a cluster, one server has it.
 
         Raises:
-            LockError: The store did not answer, or somebody else has written there.
+            LockError: The store is unavailable, or somebody else has written there.
         """
         found = self.store.command("GET", self._data_mark_at)
         try:

@@ -189,17 +189,24 @@ def translated(error: Exception, alias: str, key: str | None) -> LockError:
             f" redis.RedisCluster. {said}",
             key=key,
         )
-    code = _code(error)
+    met = _met(error)
+    code = _code(met)
     if code is None:
         return LockError(f"{about} failed: {said}", key=key)
-    return BackendUnavailable.of(about, said, code, key)
+    answered = isinstance(met, exceptions.ResponseError | exceptions.BusyLoadingError)
+    return BackendUnavailable.of(about, said, code, key, answered=answered)
 
 
-def _code(error: Exception) -> str | None:
-    # A cluster's client tells what it met with at its nodes as the cause of its own error.
-    met: Any = error
-    while isinstance(met, exceptions.RedisClusterException) and (met.__cause__ or met.__context__):
-        met = met.__cause__ or met.__context__
+def _met(error: Any) -> Any:
+    """Return what a cluster's client met with at its nodes: the cause of its own error."""
+    while isinstance(error, exceptions.RedisClusterException) and (
+        error.__cause__ or error.__context__
+    ):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _code(met: Any) -> str | None:
     code = next((code for classes, code in _CODES if isinstance(met, classes)), None)
     if code is not None or not isinstance(met, exceptions.ResponseError):
         return code

@@ -90,7 +90,7 @@ class RedisStore:
         """Call a script.
 
         Raises:
-            BackendUnavailable: The server did not answer.
+            BackendUnavailable: The server is unavailable.
             LockError: The server refused.
         """
         with self._asking(key) as lines:

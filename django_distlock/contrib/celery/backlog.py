@@ -60,7 +60,7 @@ class Sending:
     def without_store(
         self, error: BackendUnavailable, lock: JobLock, what: str, publish: Callable[[], Any]
     ) -> Any:
-        """Do what the terms say of a call where the store does not answer.
+        """Do what the terms say of a call where the store is unavailable.
 
         Args:
             lock: What it was to hold.

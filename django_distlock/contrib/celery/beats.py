@@ -68,7 +68,7 @@ class Marks:
     To move a mark is to compare and swap: granted only to who shows the token that the mark had
     when its time was read. So of all who found an entry due, one moves its mark, and sends it.
 
-    Each question raises `BackendUnavailable` where the store does not answer. Learn an entry again
+    Each question raises `BackendUnavailable` where the store is unavailable. Learn an entry again
     then, and try again.
 
     Args:

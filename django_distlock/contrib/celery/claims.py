@@ -1,6 +1,6 @@
 """What a task holds while it is queued: leases of no process, which a later run takes over.
 
-To take one raises `BackendUnavailable` where the store does not answer.
+To take one raises `BackendUnavailable` where the store is unavailable.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
 
     Raises:
         LockNotAcquired: `max_wait` is over, or its pauses are.
-        BackendUnavailable: The same, where the store does not answer.
+        BackendUnavailable: The same, where the store is unavailable.
         EncodeError: Its arguments came by a serializer that the task does not use itself.
         Reject: It could not be sent: the broker delivers it again.
     """
@@ -204,7 +204,7 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
     _send(delivery, pause, {UNTIL: until, TIMES: delivery.times + 1, WAITS: waits})
     why = f"{error.key!r} is taken"
     if isinstance(error, BackendUnavailable):
-        why = "The store of its locks does not answer"
+        why = "The store of its locks is unavailable"
         extra = log_fields("queued_again", task=delivery.id, error=error)
         logger.warning(
             "The task %s is queued again, in %.1f s: %s", delivery.id, pause, error, extra=extra

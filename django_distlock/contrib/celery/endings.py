@@ -129,7 +129,7 @@ def free_claims(task: Any, request: Any) -> None:
     """Let a task be queued again that is over, and has taken nothing over from the queue.
 
     Raises:
-        BackendUnavailable: The store did not answer, or a transaction is in the way.
+        BackendUnavailable: The store is unavailable, or a transaction is in the way.
     """
     terms, fences = terms_of(task), _claims_of(request)
     if terms is None or not fences:

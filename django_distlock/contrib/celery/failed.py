@@ -89,7 +89,7 @@ def send(app: Any, row: FailedTask) -> str | None:
     Raises:
         LockNotAcquired: It was not queued, as its terms say. It is not marked then.
         LockUsageError: Its arguments were not kept, or this app does not accept their format.
-        BackendUnavailable: The database did not answer, the broker, or the store of a unique
+        BackendUnavailable: The database is unavailable, the broker, or the store of a unique
             task. It is not marked then.
     """
     args, kwargs = _unpacked(app, row)
@@ -112,7 +112,7 @@ def send(app: Any, row: FailedTask) -> str | None:
         with vendors.translated(using):
             marked.update(sent_at=None)
         if isinstance(error, OperationalError | OSError):
-            raise BackendUnavailable(f"The broker did not answer: {error}") from error
+            raise BackendUnavailable(f"The broker is unavailable: {error}") from error
         raise
     with vendors.translated(using):
         marked.update(sent_as=str(result.id))

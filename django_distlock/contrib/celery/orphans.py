@@ -39,7 +39,7 @@ def candidates(store: BaseLockBackend, older_than: float) -> list[Record]:
             its key, and has not sent it yet, is not in the broker either.
 
     Raises:
-        BackendUnavailable: The store did not answer.
+        BackendUnavailable: The store is unavailable.
         LockUsageError: It cannot list what it has.
     """
     since = store.clock() - timedelta(seconds=older_than)
@@ -60,7 +60,7 @@ def missing(app: Any, ids: Iterable[str], queues: Iterable[str], patience: float
         patience: Seconds that workers have to answer.
 
     Raises:
-        BackendUnavailable: The broker did not answer.
+        BackendUnavailable: The broker is unavailable.
         Unseen: It does not show what it has.
     """
     left = set(ids)
@@ -90,7 +90,7 @@ def _asking(app: Any) -> Iterator[Any]:
             connection.ensure_connection(max_retries=1, timeout=_CONNECT)
             yield connection
         except errors as error:
-            raise BackendUnavailable(f"The broker did not answer: {error}") from error
+            raise BackendUnavailable(f"The broker is unavailable: {error}") from error
 
 
 # Redis: all messages can be read

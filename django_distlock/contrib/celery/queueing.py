@@ -248,7 +248,7 @@ def take(lock: JobLock, delivery: Delivery) -> Lease:
 
     Raises:
         LockNotAcquired: Another task has it, or another run of this one.
-        BackendUnavailable: The store did not answer.
+        BackendUnavailable: The store is unavailable.
     """
     store = lock_backends[lock.backend]
     record = store.read(lock.key) if delivery.is_traced else None

@@ -73,7 +73,7 @@ def locked_task(  # noqa: PLR0913 - each says one thing, by name
             retry; "wait": it waits in its worker; "raise": `LockNotAcquired`; "run": it runs
             without. None: "retry" under `acks_late`, and with
             `unique_until="start"` or `debounce`, else "skip".
-        on_unavailable: The same if the store does not answer, without "wait". None: "retry" under
+        on_unavailable: The same if the store is unavailable, without "wait". None: "retry" under
             `acks_late`, else "raise": `BackendUnavailable`.
         max_wait: Seconds (or a `timedelta`) since its first attempt for which "retry" goes on;
             None: for ever.
@@ -173,7 +173,7 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         Raises:
             InvalidArgument: `unique_ttl` is no such time, or the task is not unique.
             LockNotAcquired: `max_queued` of them wait already.
-            BackendUnavailable: The store did not answer, and nothing was queued.
+            BackendUnavailable: The store is unavailable, and nothing was queued.
         """
         send = super().apply_async
         named = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow}

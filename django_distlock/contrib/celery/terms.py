@@ -26,7 +26,7 @@ from ...core.sharing import Permits, validate_permits
 from ...locks.policy import choice
 from ..jobs import RETRY, JobLock, Limit, OnConflict, OnUnavailable, Rules, limits_of
 
-#: What is done if the store does not answer.
+#: What is done if the store is unavailable.
 Unavailable: TypeAlias = OnUnavailable | Literal["retry"]
 #: Makes a key: a template, a function of the call's arguments, or True for all of them.
 KeyOf = str | Callable[..., str] | bool
@@ -115,7 +115,7 @@ class Terms:
         on_full: What becomes of one more: "raise", "drop" or "replace".
         rules: The lock, and what jobs have in common; what it says of refusals is not asked.
         on_conflict: What was asked for; None: what `acks_late` suggests.
-        on_unavailable: The same where the store does not answer.
+        on_unavailable: The same where the store is unavailable.
         inherit: Whether a task runs under the lease of the one that sent it.
         grace: See `GRACE`.
         queued_for: See `QUEUED_FOR`.

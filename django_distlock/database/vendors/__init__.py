@@ -29,7 +29,8 @@ def translated(using: str) -> Iterator[None]:
     try:
         yield
     except (DatabaseError, InterfaceError) as error:
-        about, code = f"The database {using!r}", of(using).unavailable_code(error)
+        about, vendor = f"The database {using!r}", of(using)
+        code, answered = vendor.unavailable_code(error), vendor.has_answered(error)
         if code is None:
             raise LockError(f"{about} failed: {error}") from error
-        raise BackendUnavailable.of(about, error, code) from error
+        raise BackendUnavailable.of(about, error, code, answered=answered) from error

@@ -192,6 +192,10 @@ class Vendor(ABC):
         """Whether the transaction is one that may only read."""
         return False
 
+    def has_answered(self, error: BaseException) -> bool:
+        """Whether an error is what the server said, and not what the driver found."""
+        return self.known_code(error) is not None
+
     def unavailable_code(self, error: BaseException) -> str | None:
         """Return the code of a `BackendUnavailable`; None: the store is there, and refused."""
         code = self.known_code(error)

@@ -205,6 +205,9 @@ class MySQL(Vendor):
     def is_missing(self, error: BaseException) -> bool:
         return _number(error) in _MISSING
 
+    def has_answered(self, error: BaseException) -> bool:
+        return _number(error) not in (0, *_CLIENT)
+
     def known_code(self, error: BaseException) -> str | None:
         number = _number(error)
         if number in _CLIENT:

@@ -139,10 +139,11 @@ def _chosen(backends: Collection[str] | None) -> tuple[str, ...]:
 def _heard(own: Notes, done: Future[None], until: float) -> Notes:
     """Return what was noted about a store, once it is all, or until then (`time.monotonic`)."""
     trouble: Exception | None = None
+    is_late = False
     try:
         done.result(max(0.0, until - time.monotonic()))
     except TimeoutError:
-        late = f"{PATIENCE * FOR_STORES:g} s have passed."
+        is_late, late = True, f"{PATIENCE * FOR_STORES:g} s have passed."
         trouble = BackendUnavailable(late, code="network_timeout")
     except Exception as error:  # noqa: BLE001 - one backend's trouble stops no other's
         trouble = error
@@ -154,8 +155,7 @@ def _heard(own: Notes, done: Future[None], until: float) -> Notes:
     if isinstance(trouble, LockError):
         notes.is_silent = isinstance(trouble, BackendUnavailable)
         silent = f"did not answer{' all' if known else ''}"
-        is_denied = isinstance(trouble, BackendUnavailable) and trouble.is_denied
-        text = f"{silent if notes.is_silent and not is_denied else 'cannot be used'}: {trouble}"
+        text = f"{silent if is_late else 'cannot be used'}: {trouble}"
         notes.find("D011", "store", text, remedy(trouble), level=checks.ERROR)
     else:
         text = f"cannot be examined: {type(trouble).__name__}: {trouble}"

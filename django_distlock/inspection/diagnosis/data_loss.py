@@ -72,7 +72,7 @@ def accept_loss(alias: str, actor: str) -> None:
 
     Raises:
         LockUsageError: The backend is none of Redis.
-        LockError: The store did not answer.
+        LockError: The store is unavailable.
         django.db.Error: The database that remembers did not.
     """
     store = lock_backends[alias]
