@@ -129,7 +129,7 @@ def single_flight(key: str, compute: Callable[[], Any] | None = None, **how: Unp
     """
     if callable(key):
         raise InvalidArgument(
-            f"single_flight has got {shown(key)} for a key. Is it written without parentheses?"
+            f"single_flight got {shown(key)} as its key. Is it written without parentheses?"
             " Write @single_flight(…)."
         )
     if compute is not None and not callable(compute):

@@ -44,7 +44,7 @@ class Target:
             fences = tuple(int(value) for name, value in pairs if name == "fence")
             found = cls(fields["backend"], stored_key(fields["key"]), fences)
         except (KeyError, ValueError, LockError):
-            raise InvalidArgument(f"{shown(text)} names no key of a lock.") from None
+            raise InvalidArgument(f"{shown(text)} is not the key of a lock.") from None
         if found.backend not in lock_backends:
             raise InvalidArgument(f"There is no lock backend {shown(found.backend)}.")
         return found

@@ -84,9 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a folder with all below")
+    add("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a folder and all below it")
     add("--format", choices=FORMATS, default="text", help="text (default), json or sarif (2.1.0)")
-    for name, does in (("select", "only this rule"), ("ignore", "not this rule")):
+    for name, does in (("select", "only this rule"), ("ignore", "all but this rule")):
         add(f"--{name}", action="append", choices=RULES, metavar="RULE", help=f"{does}; repeatable")
     text = "leave out files and folders of this name or path (* is anything); repeatable"
     add("--exclude", action="append", default=[], metavar="PATTERN", help=text)

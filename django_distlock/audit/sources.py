@@ -92,7 +92,7 @@ class Source:
             if path.exists() and not path.is_file():
                 raise Unreadable("no file")
             if path.suffix == ".ipynb":
-                raise Unreadable("a notebook is JSON, and no Python")
+                raise Unreadable("a notebook is JSON, not Python")
             raw = path.read_bytes()
             with warnings.catch_warnings(action="ignore"):
                 self.tree = ast.parse(raw, str(path))

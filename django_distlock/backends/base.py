@@ -770,7 +770,9 @@ def _aware(value: datetime, name: str) -> datetime:
     try:
         return value.astimezone(UTC)
     except OverflowError:
-        raise InvalidArgument(f"{name} must be a time that UTC has, not {shown(value)}.") from None
+        raise InvalidArgument(
+            f"{name} must be a time that exists in UTC, not {shown(value)}."
+        ) from None
 
 
 def _begin_in_child() -> None:

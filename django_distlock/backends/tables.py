@@ -88,8 +88,8 @@ class FenceTable:
         if longest > self.storage_key_limit:
             # Listing by prefix walks the storage keys, so none of them may be a hash.
             raise InvalidLockBackend(
-                f"{where}: KEY_PREFIX: with a key of 512 bytes it makes {longest} bytes, and this"
-                f" store takes {self.storage_key_limit}."
+                f"{where}: KEY_PREFIX is too long: with a key of 512 bytes it makes {longest}"
+                f" bytes, and this store takes {self.storage_key_limit}."
             )
         if vendor not in VENDORS:
             raise InvalidLockBackend(
@@ -288,7 +288,7 @@ class FenceTable:
                 return False
             if vendor.is_read_only(error):
                 raise LockUsageError(
-                    f"A transaction that may only read cannot be guarded: {error}", key=grant.key
+                    f"A read-only transaction cannot be guarded: {error}", key=grant.key
                 ) from error
             raise self._translated(error, grant.key) from error
 

@@ -62,7 +62,7 @@ class TransactionLocks(FenceTable):
         except (DatabaseError, InterfaceError) as error:
             if vendors.of(asked.using).is_read_only(error):
                 raise LockUsageError(
-                    f"A transaction that may only read locks no key: {error}", code="unsupported"
+                    f"A read-only transaction cannot lock keys: {error}", code="unsupported"
                 ) from error
             raise self._translated(error, None) from error
 

@@ -103,7 +103,7 @@ class advisory:  # noqa: N801 - its name in django-pglock
         """Hold it around each call of a function."""
         function = whole(function)
         if inspect.iscoroutinefunction(function):
-            raise LockUsageError("advisory() decorates no coroutine function: use distlock().")
+            raise LockUsageError("advisory() cannot decorate a coroutine function. Use distlock().")
         lock_id = self.lock_id or f"{function.__module__}.{function.__name__}"
 
         @functools.wraps(function)
@@ -249,9 +249,9 @@ async def async_advisory_lock(
 def prioritize(*_: object, **__: object) -> NoReturn:
     """Raise: a lease is not taken from a holder that works."""
     raise LockUsageError(
-        "prioritize() ends the sessions that are in the way, and a lease has none. An operator"
-        " frees a key by distlock_release, which moves the fence first; steal_if_dead=True takes"
-        " over from a holder that is gone."
+        "prioritize() ends blocking sessions, and a lease has no session. To free a key, use the"
+        " command distlock_release, which moves the fence first. steal_if_dead=True takes over"
+        " from a holder that has died."
     )
 
 
@@ -268,7 +268,7 @@ def _of_pglocks(
 ) -> Lock:
     _require_default(using or DEFAULT_DB_ALIAS, shown(lock_id))
     if comment:
-        raise LockUsageError("comment=True is for a statement, and a lease has none: leave it out.")
+        raise LockUsageError("comment=True is for SQL statements, and a lease has none. Remove it.")
     if isinstance(lock_id, (list, tuple)):
         if len(lock_id) != 2 or not all(type(each) is int for each in lock_id):
             raise ValueError(f"A pair of lock ids is two integers, not {shown(lock_id)}.")
@@ -298,6 +298,6 @@ def _key(lock_id: object) -> str:
 def _require_default(using: str, what: str) -> None:
     if using != DEFAULT_DB_ALIAS:
         raise LockUsageError(
-            f"The lock {what} takes no using={using!r}: the lock backend says where it is kept."
-            " Name another one by backend=."
+            f"The lock {what} cannot have using={using!r}: its lock backend names the database."
+            " Choose another one with backend=."
         )

@@ -260,7 +260,7 @@ def queued_again(error: Refusal, key: str, task_id: str, pause: float) -> Marker
     """
     key = error.key or key
     logger.info(
-        "The job of %r is queued again as %s, in %.1f s: %s",
+        "The job of %r is queued again as %s in %.1f s: %s",
         key,
         task_id,
         pause,

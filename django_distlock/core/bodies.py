@@ -44,8 +44,8 @@ def refuse_function(key: object, decorator: str, arguments: str = "…") -> None
     module = sys.modules.get(key.__module__)
     if module is not None and key.__qualname__ not in vars(module):
         raise InvalidArgument(
-            f"{decorator} has got {key.__qualname__} for a key. Is it written without parentheses?"
-            f" Write @{decorator}({arguments})."
+            f"{decorator} got the function {key.__qualname__} as its key. Is it written without"
+            f" parentheses? Write @{decorator}({arguments})."
         )
 
 

@@ -52,9 +52,9 @@ class KeyTemplate:
             if name is None:
                 continue
             if self._fields and not literal:
-                raise ValueError(f"{text!r}: nothing separates {{{name}}} from the field before.")
+                raise ValueError(f"{text!r}: nothing separates {{{name}}} from the previous field.")
             if spec or conversion or name in self._fields:
-                raise ValueError(f"{text!r}: {{{name}}} must stand there once, and plain.")
+                raise ValueError(f"{text!r}: {{{name}}} must occur once, without a format.")
             column = _column(model, name, text)
             values = column
             while values.remote_field is not None:

@@ -99,7 +99,7 @@ class _FenceOperation(FieldOperation):
             )
         if not is_fence(field):
             raise FieldError(
-                f"{label}.{self.name} is no fence: that is an integer, and never null."
+                f"{label}.{self.name} is not a fence: a fence is an integer, and never null."
             )
         return field
 

@@ -35,7 +35,7 @@ BEGIN
         pg_catalog.to_jsonb(OLD) ->> TG_ARGV[0], pg_catalog.to_jsonb(NEW) ->> TG_ARGV[0]
         USING ERRCODE = 'check_violation', SCHEMA = TG_TABLE_SCHEMA, TABLE = TG_TABLE_NAME,
               COLUMN = TG_ARGV[0], CONSTRAINT = TG_NAME,
-              HINT = 'Somebody with a newer fence has written this row since.';
+              HINT = 'A holder with a newer fence has written this row since.';
 END $body$"""
 
 # The function stays where another table needs it, and where it is another role's.

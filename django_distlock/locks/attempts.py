@@ -571,7 +571,7 @@ def refusal(key: str, wait: float | None, outcome: Contended, took: float = 0.0)
         why = "it is paused"
     elif holder is not None and outcome.settled and outcome.expires_in is not None:
         left = f"{outcome.expires_in:.1f} s"
-        why = f"{holder.who} is done, and the key stays taken for another {left}"
+        why = f"{holder.who} has finished, and the key stays held for another {left}"
     elif holder is not None:
         held_for = outcome.held_for or 0.0
         why = f"{holder.who} has held it for {held_for:.1f} s"

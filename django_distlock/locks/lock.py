@@ -69,9 +69,9 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
             backend (5 s). A slow store gets 5 s more for all that it is asked, connecting included.
         backend: An alias in `DISTLOCK`.
         heartbeat: Whether the lease of a block is renewed while the block runs.
-        hold: Keep the key taken for all of the ttl, also when the work ends sooner: at most one
-            run per window.
-        min_hold: Seconds (or a `timedelta`) from the grant for which the key at least stays taken.
+        hold: Keep the key held for all of the ttl, even if the work ends sooner: at most one run
+            per window.
+        min_hold: Seconds (or a `timedelta`) from the grant for which the key at least stays held.
         reentrant: Whether a block inside of one that holds the key may enter again. It gets the
             same lease, which the outer block releases.
         shared: Whether any number of shared leases may hold the key at once, or else one alone.

@@ -78,9 +78,9 @@ class Owner:
         if has_ended or is_ending or holding.block is not self or holding.pid != os.getpid():
             return
         holding.lost_by = DROPPED
-        ends = "is renewed no more, and ends with its ttl"
+        ends = "is no longer renewed, and expires after its ttl"
         if not holding.store.supports_ttl:
-            ends = "stays taken until this process ends"
+            ends = "stays held until this process ends"
         text = f"The lease on {holding.key!r} (fence {holding.fence}) {ends}: {DROPPED}"
         logger.warning("%s (%s)", text, place, extra=holding.log_fields("dropped"))
         warnings.warn_explicit(

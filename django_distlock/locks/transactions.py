@@ -140,7 +140,7 @@ def transaction_locked(
     for each in templates:
         if not isinstance(each, str):
             raise InvalidArgument(
-                f"transaction_locked has got {shown(each)} for a key. Is it written without"
+                f"transaction_locked got {shown(each)} as a key. Is it written without"
                 " parentheses? Write @transaction_locked(…)."
             )
     if not isinstance(wait, Unset):

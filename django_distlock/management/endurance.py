@@ -210,7 +210,7 @@ class Endurance:
             slow = [each.pid for each in at_work if not each.finish()]
             self._found += [f"Process {pid} did not end within {_SOON:g} s." for pid in slow]
             self._found += [
-                f"{key}: nobody held it, and it was not to be had within {_SOON:g} s."
+                f"{key}: nobody held it, and it could not be acquired within {_SOON:g} s."
                 for key in self._targets
                 if not self._is_free(key)
             ]

@@ -73,7 +73,7 @@ def memory_locks(
     """
     for name in ("BACKEND", "OPTIONS"):
         if name in settings:
-            raise InvalidArgument(f"memory_locks() says itself what {name} is.")
+            raise InvalidArgument(f"memory_locks() sets {name} itself.")
     return MemoryLocks(settings, attr_name, kwarg_name)
 
 

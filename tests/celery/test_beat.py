@@ -186,12 +186,12 @@ def test_leader_whose_clock_was_ahead_leaves_no_silence(
         later = {"FAKETIME": "+300s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
         with site.beat(LD_PRELOAD=FAKETIME, **later) as ahead:
             site.wait_for_ticks(2)
-            ahead.says("The clock of this host is off against the store's by +30")
+            ahead.says("The clock of this host differs from the store's by +30")
             ahead.kill()
         assert all(each["sent_at"] > time.time() + 200 for each in site.ran())
         with site.beat() as follows:
             site.wait_for_ticks(4)
-            follows.says("Clocks of beats differ")
+            follows.says("The clocks of beats differ")
     sent = [each["tick"] for each in site.ran() if each["sent_at"] < time.time() + 200]
     assert len(sent) >= 2
     assert in_a_row(sent), sent

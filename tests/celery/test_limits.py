@@ -154,14 +154,17 @@ def test_call_that_cannot_be_sent_keeps_no_place(prefork: Crew) -> None:
         ({"locks": []}, "list of keys and permits"),
         ({"locks": [("k", 0)]}, "from 1 to 10,000, not 0"),
         ({"locks": [("k", 2)], "permits": 3}, "leave permits out"),
-        ({"locks": [("k", 2)], "inherit": True}, "inherit is about one lock"),
+        ({"locks": [("k", 2)], "inherit": True}, "inherit works with one lock"),
         ({"locks": [("k", 2)], "steal_if_dead": True}, "steal_if_dead"),
         ({"lock": "k", "max_queued": 0}, "max_queued must be an int from 1"),
-        ({"lock": "k", "on_full": "drop"}, "say when it is"),
+        ({"lock": "k", "on_full": "drop"}, "requires max_queued="),
         ({"lock": "k", "max_queued": 1, "on_full": "wait"}, "on_full must be one of"),
-        ({"unique": "k", "max_queued": 1}, "by lock= or locks="),
-        ({"unique": "k", "permits": 3}, "permits is about the lock of a run"),
-        ({"lock": "k", "unique": "k", "debounce": 5, "max_queued": 1}, "not go with debounce"),
+        ({"unique": "k", "max_queued": 1}, "requires lock= or locks="),
+        ({"unique": "k", "permits": 3}, "permits applies to the lock of a run"),
+        (
+            {"lock": "k", "unique": "k", "debounce": 5, "max_queued": 1},
+            "cannot be combined with debounce",
+        ),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], rule: str) -> None:

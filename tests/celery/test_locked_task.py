@@ -291,7 +291,7 @@ def test_missing_parentheses_are_told_at_import(decorator: str, tmp_path: Path) 
         "@locked_task\n"
         "def capture(number): ...\n"
     )
-    rule = r"capture for a key\..*Write @locked_task\("
+    rule = r"capture as its key\..*Write @locked_task\("
     with importable(tmp_path, {"bare": text}), pytest.raises(InvalidArgument, match=rule):
         import_module("bare")
 

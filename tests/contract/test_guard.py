@@ -242,7 +242,7 @@ def test_transaction_that_may_only_read(registered: Registered, key: str) -> Non
     with lock_of(registered, key) as lease:
         only_read(using_of(registered))
         try:
-            with pytest.raises(LockUsageError, match="only read"), lease.atomic():
+            with pytest.raises(LockUsageError, match="read-only"), lease.atomic():
                 pytest.fail("a transaction that may only read was guarded")
         finally:
             connections[using_of(registered)].close()

@@ -126,7 +126,9 @@ def test_refusal_by_a_kept_key_says_that_its_holder_is_done(
     lock = lock_of(registered, key, ttl=20, hold=True, wait=0)
     with lock:
         pass
-    told = r"\(pid \d+\) on \S+ is done, and the key stays taken for another (20\.0|1\d\.\d) s\.$"
+    told = (
+        r"\(pid \d+\) on \S+ has finished, and the key stays held for another (20\.0|1\d\.\d) s\.$"
+    )
     with pytest.raises(LockNotAcquired, match=told) as caught:
         lock.acquire()
     assert caught.value.settled

@@ -219,7 +219,7 @@ def test_any_wait_is_possible(registered: Registered, key: str, wait: Any) -> No
 @pytest.mark.aliases("postgres")
 @pytest.mark.parametrize(
     ("mode", "refused"),
-    [("ISOLATION LEVEL REPEATABLE READ", "snapshot"), ("READ ONLY", "may only read")],
+    [("ISOLATION LEVEL REPEATABLE READ", "snapshot"), ("READ ONLY", "read-only transaction")],
 )
 def test_mode_that_was_asked_for_in_sql_is_refused(
     registered: Registered, key: str, mode: str, refused: str

@@ -138,7 +138,8 @@ def test_held_key_stays_taken_behind_the_program(key: str) -> None:
     error = refused(key, "--wait", "0", *shell("exit 1"))
     assert error.returncode == 75
     told = (
-        rf"The key '{key}' was not granted at once: .* is done, and the key stays taken for .* s\.$"
+        rf"The key '{key}' was not granted at once: .* has finished, and the key stays held for"
+        r" .* s\.$"
     )
     assert re.match(told, str(error))
     lock_backends["default"].force_release(key)

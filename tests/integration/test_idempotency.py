@@ -876,7 +876,7 @@ def test_missing_parentheses_are_told_at_import(tmp_path: Path) -> None:
     )
     with (
         importable(tmp_path, {"bare": text}),
-        pytest.raises(InvalidArgument, match=r"pay for a key\..*Write @idempotent\(\)"),
+        pytest.raises(InvalidArgument, match=r"pay as its key\..*Write @idempotent\(\)"),
     ):
         import_module("bare")
     bare: Any = idempotent(lambda request: "")

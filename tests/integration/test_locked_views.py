@@ -528,7 +528,7 @@ def test_missing_parentheses_are_told_at_import(tmp_path: Path) -> None:
     text = "from django_distlock.views import locked_view\n@locked_view\ndef pay(request): ...\n"
     with (
         importable(tmp_path, {"bare": text}),
-        pytest.raises(InvalidArgument, match=r"pay for a key\..*Write @locked_view\("),
+        pytest.raises(InvalidArgument, match=r"pay as its key\..*Write @locked_view\("),
     ):
         import_module("bare")
 

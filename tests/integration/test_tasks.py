@@ -561,7 +561,7 @@ def test_missing_parentheses_are_told_at_import(
         "def send(number): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InvalidArgument, match=r"send for a key\..*Write @locked_task\("):
+    with pytest.raises(InvalidArgument, match=r"send as its key\..*Write @locked_task\("):
         import_module(name)
 
 

@@ -90,7 +90,7 @@ def test_cursor_that_no_scan_has_is_refused(private: Server, scan: int) -> None:
     backend = backend_on(private.url)
     (server,) = backend.store.of_each_server("PING")
     assert backend.list(cursor=str(Place(server, 2**64 - 1, 0))).records == ()
-    with pytest.raises(InvalidArgument, match="is no cursor of this store"):
+    with pytest.raises(InvalidArgument, match="is not a cursor of this store"):
         backend.list(cursor=str(Place(server, scan, 0)))
 
 

@@ -120,7 +120,7 @@ def client_source(where: str, options: Options, password: str | None = None) -> 
     ((name, value),) = given.items()
     if password is not None and (name != "url" or not isinstance(password, str) or not password):
         raise InvalidLockBackend(
-            f"{where}: password must be a str that is not empty, and goes with url alone."
+            f"{where}: password must be a str that is not empty, and requires url."
         )
     makers: Mapping[str, Callable[[Any], Callable[[], Any]]] = {
         "cache": from_cache,
@@ -270,7 +270,7 @@ def from_cache(alias: object) -> Callable[[], Any]:
 def _no_address(alias: object, error: Exception) -> InvalidLockBackend:
     # Without its text, which may have the password.
     return InvalidLockBackend(
-        f"The LOCATION of the cache {shown(alias)} is no address of Redis: {type(error).__name__}."
+        f"The LOCATION of the cache {shown(alias)} is not a Redis address: {type(error).__name__}."
     )
 
 
@@ -286,13 +286,13 @@ def _from_url(url: object, password: str | None) -> Callable[[], Any]:
     except (ValueError, TypeError, exceptions.RedisError):
         # Not the address, nor what is wrong with it: both may hold a part of a password.
         raise InvalidLockBackend(
-            "It is no address of Redis, such as redis://127.0.0.1:6379/1, or has an option that"
+            "It is not a Redis address, such as redis://127.0.0.1:6379/1, or has an option that"
             " redis-py does not know."
         ) from None
     given = client.connection_pool.connection_kwargs
     if password is not None:
         if given.get("password"):
-            raise InvalidLockBackend("Its password stands in the address, and in password as well.")
+            raise InvalidLockBackend("The password is given twice: in the address and as password.")
         given["password"] = password
     return _fixed(client)
 

@@ -51,7 +51,7 @@ class Place(NamedTuple):
         """Return what `str` made a text of."""
         found = _PLACE.fullmatch(place)
         if found is None or int(found[2]) > _MOST:
-            raise InvalidArgument(f"{place!r} is no cursor of this store.")
+            raise InvalidArgument(f"{place!r} is not a cursor of this store.")
         return cls(unquote(found[1]), int(found[2]), int(found[3]), found[4])
 
 

@@ -68,7 +68,7 @@ class Subscription:
             # redis-py's own check of a connection would take a message for its pong.
             connection.send_packed_command([packed(["PING"])], check_health=False)
             if not connection.can_read(PONG_SECONDS):
-                raise exceptions.TimeoutError(f"Silent for {PONG_SECONDS:g} s when asked.")
+                raise exceptions.TimeoutError(f"No answer to PING for {PONG_SECONDS:g} s.")
         kind, *_channel, said = connection.read_response()
         return [str(said, "utf-8", "replace")] if kind == b"message" else []
 
@@ -88,7 +88,7 @@ def subscribed(lines: ThreadLines | ClusterLines, channel: str) -> Subscription:
         except ERRORS:
             if number == len(servers):
                 raise
-    raise exceptions.ConnectionError("No server is known.")
+    raise exceptions.ConnectionError("No server of the cluster is known.")
 
 
 def _subscribed(server: ThreadLines, channel: str) -> Any:

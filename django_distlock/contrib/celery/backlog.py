@@ -104,12 +104,18 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
             return send(**claims.with_claim(options, PLACE, 0, task_id))
         extra = log_fields("bypassed", backend=place.backend, task=task_id, error=error)
         logger.warning(
-            "%r is full, and one more waits behind it: %s", place.key, error, extra=extra
+            "The backlog of %r is full, and one more call is queued: %s",
+            place.key,
+            error,
+            extra=extra,
         )
         return send(**options)
     except BackendUnavailable as error:
         return sending.without_store(
-            error, place, "Nobody knows whether %r is full: %s", partial(send, **options)
+            error,
+            place,
+            "It is unknown whether the backlog of %r is full: %s",
+            partial(send, **options),
         )
     result = claims.publish(send, PLACE, place, grant, options)
     if replaced is not None:
@@ -158,7 +164,7 @@ def _take(place: JobLock, sending: Sending) -> tuple[Grant, Record | None]:
 
 def _full(place: JobLock, error: LockNotAcquired) -> LockNotAcquired:
     return LockNotAcquired(
-        f"{place.permits} calls wait behind {place.key!r}, and no more may.",
+        f"{place.permits} calls already wait for {place.key!r}, the maximum.",
         key=place.key,
         holder=error.holder,
         held_for=error.held_for,

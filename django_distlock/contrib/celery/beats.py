@@ -176,8 +176,8 @@ class Marks:
         if sent_at - made_at > APART and not self._told:
             self._told = True
             logger.warning(
-                "Clocks of beats differ: the one on %s sent %r when its clock said %s, and that was"
-                " %s; what it sent early is not waited for",
+                "The clocks of beats differ: the beat on %s sent %r at %s by its own clock, which"
+                " was %s. Entries that it sent early are not delayed",
                 record.holder.host,
                 name,
                 sent_at.isoformat(" ", "seconds"),
@@ -196,8 +196,8 @@ class Marks:
             self._ahead = after - store
             if before - store > APART or store - after > APART:
                 logger.warning(
-                    "The clock of this host is off against the store's by %+.1f s, and so is what"
-                    " this beat sends",
+                    "The clock of this host differs from the store's by %+.1f s, and this beat"
+                    " sends its entries by it",
                     self._ahead.total_seconds(),
                     extra=log_fields("clock_differs", backend=self._store.alias),
                 )

@@ -202,14 +202,14 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
     pause = _visible(delivery, pause)
     waits = _note(delivery, rules, error, pause)
     _send(delivery, pause, {UNTIL: until, TIMES: delivery.times + 1, WAITS: waits})
-    why = f"{error.key!r} is taken"
+    why = f"{error.key!r} is held"
     if isinstance(error, BackendUnavailable):
         why = "The store of its locks is unavailable"
         extra = log_fields("queued_again", task=delivery.id, error=error)
         logger.warning(
-            "The task %s is queued again, in %.1f s: %s", delivery.id, pause, error, extra=extra
+            "The task %s is queued again in %.1f s: %s", delivery.id, pause, error, extra=extra
         )
-    return Retry(f"{why}: queued again, in {pause:.1f} s", exc=error, when=pause)
+    return Retry(f"{why}: queued again in {pause:.1f} s", exc=error, when=pause)
 
 
 def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired) -> Ignore:

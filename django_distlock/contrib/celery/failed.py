@@ -163,8 +163,8 @@ def _unpacked(app: Any, row: FailedTask) -> tuple[list[Any], dict[str, Any]]:
     accepted = _accepted(app.conf.accept_content)
     if message["type"] not in accepted:
         raise LockUsageError(
-            f"The arguments of the task {row.pk} are {message['type']}, which accept_content of"
-            f" this Celery app does not name."
+            f"The arguments of the task {row.pk} are {message['type']}, which is not in the"
+            f" accept_content of this Celery app."
         )
     raw = base64.b64decode(message["body"])
     args, kwargs = _loads(raw, message["type"], message["encoding"], accept=accepted)

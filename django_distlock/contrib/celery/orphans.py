@@ -157,8 +157,8 @@ def _in_amqp(app: Any, connection: Any, names: set[str], patience: float) -> set
             continue
         if queue.message_count:
             raise Unseen(
-                f"The queue {name!r} has {queue.message_count} messages, and RabbitMQ does not show"
-                " which: let workers empty it, or purge it."
+                f"The queue {name!r} has {queue.message_count} messages, which RabbitMQ cannot"
+                " list. Let workers empty it, or purge it."
             )
         if queue.consumer_count > asked.count(name):
             raise Unseen(

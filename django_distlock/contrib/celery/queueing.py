@@ -175,7 +175,9 @@ def _queued_already(
 ) -> Any:
     """Return the result of the task that is queued or running, and say so."""
     extra = log_fields("queued_already", backend=lock.backend, task=task_id, error=error)
-    logger.info("Not queued, for it is already, as %s: %r", queued, error.key, extra=extra)
+    logger.info(
+        "Not queued, because it is already queued as %s: %r", queued, error.key, extra=extra
+    )
     tell_skipped(lock.backend, lock.key, error)
     return task.AsyncResult(queued)
 

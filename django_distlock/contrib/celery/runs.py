@@ -421,9 +421,11 @@ class Run:
         if self._terms.debounce:
             self._queued = None
         key = locks[0].key if unique is None else unique.key
-        error = LockNotAcquired(f"{key!r} was called again.", key=key, code="superseded")
+        error = LockNotAcquired(
+            f"A later call for {key!r} runs instead.", key=key, code="superseded"
+        )
         if self._place is not None and int(self._delivery.header(PLACE)) == 0:
-            error = LockNotAcquired(f"No place was free behind {key!r}.", key=key, code=FULL)
+            error = LockNotAcquired(f"The backlog of {key!r} was full.", key=key, code=FULL)
         delivery = self._delivery
         return skip(f"The task {delivery.label}", error, self._terms.backend, key, task=delivery.id)
 

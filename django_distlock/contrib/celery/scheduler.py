@@ -81,8 +81,8 @@ class OneLeader:
         if not (store.distributed and store.supports_ttl):
             raise InvalidLockBackend(
                 f"DISTLOCK[{alias!r}]: {type(store).__name__} cannot choose a leader among beats:"
-                " take one that is distributed and whose leases end by themselves, in a database or"
-                " in Redis, and name it in beat_distlock_backend."
+                " set beat_distlock_backend to a backend in a database or in Redis, whose leases"
+                " expire."
             )
         ttl = conf.get("beat_distlock_ttl")
         lock = distlock(key, ttl=ttl, backend=alias, metadata=dict(LEADER))

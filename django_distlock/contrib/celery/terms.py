@@ -167,7 +167,7 @@ class Terms:
             lock = True
         limits = [] if lock is None and locks is None else limits_of(lock, locks, options)
         if inherit and locks is not None:
-            raise InvalidArgument("inherit is about one lock, and locks are several.")
+            raise InvalidArgument("inherit works with one lock. Use lock= in place of locks=.")
         _check_until(unique, unique_until, debounce, on_conflict)
         _check_backlog(max_queued, on_full, bool(limits), debounce)
         until_start = unique_until == "start" or debounce is not None
@@ -188,8 +188,8 @@ class Terms:
             rules.with_permits(permits)  # What breaks a rule is refused here.
         if not keys and (given := sorted({"permits", "shared"} & options.keys())):
             raise InvalidArgument(
-                f"A unique key has one holder: {given[0]} is about the lock of a run, which lock="
-                " or locks= names."
+                f"A unique key has one holder. {given[0]} applies to the lock of a run: name its"
+                " key with lock= or locks=."
             )
         return cls(
             locks=tuple(keys),
@@ -282,17 +282,15 @@ def _check_backlog(most: object, on_full: object, is_locked: bool, debounce: obj
         choice("on_full", on_full, ("raise", "drop", "replace"))
     if most is None:
         if on_full is not None:
-            raise InvalidArgument(
-                "on_full is about a full backlog: say when it is, by max_queued=."
-            )
+            raise InvalidArgument("on_full requires max_queued=, the size of a full backlog.")
         return
     validate_permits(most, "max_queued")
     if not is_locked:
-        raise InvalidArgument(
-            "max_queued is about what waits behind a key: say which, by lock= or locks=."
-        )
+        raise InvalidArgument("max_queued requires lock= or locks=, the key that calls wait for.")
     if debounce is not None:
-        raise InvalidArgument("max_queued does not go with debounce: of those calls one waits.")
+        raise InvalidArgument(
+            "max_queued cannot be combined with debounce: of debounced calls one waits."
+        )
 
 
 def terms_of(task: Any) -> Terms | None:

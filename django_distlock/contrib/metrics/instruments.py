@@ -51,7 +51,7 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Instrument:
 _gauge = partial(Instrument, "gauge")
 
 
-ACQUIRE = _counter("distlock.acquire", "Acquires that have ended, by how.", "outcome")
+ACQUIRE = _counter("distlock.acquire", "Acquires that have ended, by outcome.", "outcome")
 WAIT = _histogram("distlock.wait", "Seconds until an acquire ended, granted or not.", _WAITS)
 BLOCKED = _histogram(
     "distlock.blocked_by",
@@ -59,15 +59,13 @@ BLOCKED = _histogram(
     _WORK,
 )
 HOLD = _histogram("distlock.hold", "Seconds from a grant to its release.", _WORK)
-LOST = _counter("distlock.lost", "Leases that ended before their block did, by why.", "cause")
+LOST = _counter("distlock.lost", "Leases that ended before their block, by cause.", "cause")
 REJECTED = _counter(
     "distlock.fence_rejected", "Reads and writes that were refused because their fence was stale."
 )
-TAKEN_OVER = _counter(
-    "distlock.taken_over", "Keys granted in the place of a holder that no longer exists."
-)
-FORCED = _counter("distlock.forced", "Keys that an operator took.")
-BYPASSED = _counter("distlock.bypassed", "Blocks that ran without their lock, by why.", "reason")
+TAKEN_OVER = _counter("distlock.taken_over", "Keys taken over from a holder that no longer exists.")
+FORCED = _counter("distlock.forced", "Locks that an operator force-released.")
+BYPASSED = _counter("distlock.bypassed", "Blocks that ran without their lock, by reason.", "reason")
 SKIPPED = _counter(
     "distlock.skipped",
     "Ticks, jobs and tasks that did not run or were not queued, by reason.",
@@ -92,8 +90,8 @@ OVERDUE = _gauge(
     "Blocks of this process that still run although their lease has expired.",
 )
 WAITING = _gauge("distlock.waiting", "Callers of this process that wait for a key.")
-STORE_UP = _gauge("distlock.store_up", "Whether the store answers (1) or not (0).")
-LOCKS_HELD = _gauge("distlock.locks_held", "Leases that are held in the store, by whomever.")
+STORE_UP = _gauge("distlock.store_up", "Whether the store is available (1) or not (0).")
+LOCKS_HELD = _gauge("distlock.locks_held", "Leases that are held in the store, by any process.")
 HELD_PAST_EXPIRY = _gauge(
     "distlock.held_past_expiry",
     "Records of leases that expired without a release and were not removed or granted again.",
@@ -103,7 +101,7 @@ OLDEST = _gauge(
 )
 OVERDUE_TICK = _gauge(
     "distlock.schedule_overdue",
-    "Seconds by which no tick of a schedule has run that should have, on any node.",
+    "Seconds for which a tick of a schedule has been overdue on all nodes.",
     _KEY,
     "s",
 )
