@@ -11,13 +11,12 @@ from django.utils.module_loading import import_string
 
 from .backends.base import BaseLockBackend
 from .conf import BackendConfig, aliases, backend_config
+from .core.extras import remedy
 from .core.threads import in_child
 from .exceptions import InvalidLockBackend
 
 #: An alias that every project has, for what prefers other backends and can do without.
 FALLBACK: Final = "in memory"
-#: Modules that backends import, and the extras of the package that bring them.
-_EXTRAS: Final = {"psycopg": "postgres", "redis": "redis"}
 MEMORY: Final = "django_distlock.backends.memory.MemoryBackend"
 
 
@@ -73,10 +72,8 @@ class LockBackendHandler:
         try:
             backend_class = import_string(config.backend)
         except (ImportError, TypeError, ValueError) as error:  # The last two: a leading dot
-            extra = _EXTRAS.get(getattr(error, "name", None) or "")
-            remedy = f'. Run pip install "django-distlock[{extra}]"' if extra else ""
             raise InvalidLockBackend(
-                f"{where}: BACKEND {config.backend!r} cannot be imported: {error}{remedy}"
+                f"{where}: BACKEND {config.backend!r} cannot be imported: {error}{remedy(error)}"
             ) from error
         if not (isinstance(backend_class, type) and issubclass(backend_class, BaseLockBackend)):
             raise InvalidLockBackend(

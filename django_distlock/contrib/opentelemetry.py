@@ -11,10 +11,14 @@ from functools import partial
 from typing import Any, Final
 
 from django.dispatch import Signal
-from opentelemetry import metrics, trace
-from opentelemetry.context import Context, get_current
-from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
-from opentelemetry.trace import Status, StatusCode, TracerProvider
+
+from ..core.extras import required
+
+with required():
+    from opentelemetry import metrics, trace
+    from opentelemetry.context import Context, get_current
+    from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+    from opentelemetry.trace import Status, StatusCode, TracerProvider
 
 from ..core.durations import Duration, seconds
 from ..signals import lock_acquired, lock_lost, lock_not_acquired, lock_released

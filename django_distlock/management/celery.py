@@ -18,10 +18,7 @@ def app_and(name: str) -> tuple[Any, Any]:
         module = import_module(f"django_distlock.contrib.celery.{name}")
         declaring = import_module("django_distlock.contrib.celery.declaring")
     except ImportError as error:
-        raise LockUsageError(
-            f"Celery cannot be imported: {error}. Is it installed? pip install"
-            ' "django-distlock[celery]"'
-        ) from error
+        raise LockUsageError(f"Celery cannot be imported: {error}") from error
     app = declaring.app_of_project()
     if app is None:
         raise LockUsageError(

@@ -241,6 +241,18 @@ print(distlock.__module__, "django" in sys.modules)
     assert run(program) == "False\ndjango_distlock.locks.lock True\n"
 
 
+@pytest.mark.parametrize("extra", ["celery", "opentelemetry", "prometheus"])
+def test_missing_extra_is_named(extra: str) -> None:
+    """By what installs it."""
+    program = f"""{WITHOUT_EXTRAS}
+try:
+    import django_distlock.contrib.{extra}
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert run(program).endswith(f'. Run pip install "django-distlock[{extra}]"\n')
+
+
 def test_lock_may_be_described_before_settings() -> None:
     """A module may describe and decorate at import, before Django is set up."""
     program = f"""{WITHOUT_EXTRAS}

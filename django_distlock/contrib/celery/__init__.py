@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from celery import signals
-
 from ...core.declarations import finders
+from ...core.extras import required
+
+with required():
+    from celery import signals
+
 from . import checks, declaring, endings, queueing, runs
 from .tasks import LockedTask, locked_task
 

@@ -11,10 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, values
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
-from prometheus_client.registry import Collector
+from ...core.extras import required
+
+with required():
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, values
+    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+    from prometheus_client.registry import Collector
 
 from ...core.clock import monotonic
 from ...core.threads import TimerThread
