@@ -26,7 +26,6 @@ from celery import Celery, shared_task
 from django.apps import apps
 from django.conf import settings
 from django.contrib.auth.decorators import login_required
-from django.contrib.auth.mixins import LoginRequiredMixin
 from django.contrib.auth.models import AnonymousUser, User
 from django.core import checks
 from django.db import connection, transaction
@@ -35,10 +34,8 @@ from django.db.models.signals import post_save
 from django.http import HttpResponse, JsonResponse
 from django.test import RequestFactory
 from django.test.utils import override_settings
-from django.views.generic import UpdateView
 from dramatiq.brokers.stub import StubBroker
 from rest_framework.test import APIRequestFactory
-from rest_framework.viewsets import ModelViewSet
 
 import django_distlock
 from django_distlock import LockNotAcquired, distlock, leader, lock_backends
@@ -300,10 +297,7 @@ def locks_of_async_code(name: str) -> None:
 @uses("howto/lock-views")
 def lock_views(name: str) -> None:
     """A function, a class and a viewset answer 409 with Retry-After to the second request."""
-    page = Page(
-        name, LoginRequiredMixin=LoginRequiredMixin, UpdateView=UpdateView,
-        ModelViewSet=ModelViewSet,
-    ).type()  # fmt: skip
+    page = Page(name).type()
     request = REQUESTS.post("/invoices/1/")
     assert page.send(request, pk=1) is None
     request.user = AnonymousUser()

@@ -18,18 +18,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 #: Pages whose blocks are in several modules. The others go on in one.
 APART: dict[str, list[tuple[int, ...]]] = {
+    "lock-views": [(0,), (1,), (2,)],
     "replace-other-locks": [(0,), (1,)],
     "lock-other-queues": [(0, 1, 2), (0, 3), (0, 4)],
     "test-code-that-locks": [(0,), (1,), (2,), (3,), (4,)],
 }
 #: What stays undone: names of the reader's project, and what stubs and Django's plugin would know.
+#: Django's views are generic in its stubs alone.
 MYPY = """
     --config-file= --strict --ignore-missing-imports --allow-untyped-defs --allow-incomplete-defs
     --allow-untyped-calls --allow-untyped-decorators --allow-subclassing-any
-    --disable-error-code=name-defined --disable-error-code=var-annotated
+    --disable-error-code=name-defined --disable-error-code=type-arg
+    --disable-error-code=var-annotated
 """.split()  # noqa: SIM905 - as a list it would be a page
 PYRIGHT = """
-    MissingImports MissingModuleSource MissingParameterType MissingTypeStubs UndefinedVariable
+    MissingImports MissingModuleSource MissingParameterType MissingTypeArgument MissingTypeStubs
+    UndefinedVariable
     UnknownArgumentType UnknownLambdaType UnknownMemberType UnknownParameterType
     UnknownVariableType UntypedBaseClass UntypedClassDecorator UntypedFunctionDecorator
     UnusedVariable
