@@ -161,8 +161,8 @@ class _Stopped(BaseException):
 class Term:
     """The time for which a leader leads. It is true while it lasts.
 
-    It is over when the lease is lost, an operator asks the holder to finish, or the leader is
-    stopped, by `stop()` or by SIGTERM. Then whoever leads comes to an end of its work.
+    It is over when the lease is lost, an operator requests a stop, or the leader is stopped, by
+    `stop()` or by SIGTERM. Then whoever leads comes to an end of its work.
     """
 
     def __init__(self, lease: Lease, leader: Leader):

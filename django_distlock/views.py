@@ -99,9 +99,9 @@ def locked_view(
     Raises:
         InvalidArgument: An argument breaks a rule, the template names no parameter of the view, or
             it is no view: a class, say, for which there is `LockedViewMixin`.
-        LockUsageError: The view's body would run when its call is over: a generator's, say; or
-            `method_decorator` has it decorated. The call raises it where only what that returns
-            tells, and where it has no request.
+        LockUsageError: The view's body would run after its call, as that of a generator does, or
+            `method_decorator` decorates it. If only the view's result shows that, or a call has no
+            request, the call raises it.
     """
     refuse_function(key, "locked_view")
     locked = _Locked(

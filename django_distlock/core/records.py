@@ -62,7 +62,7 @@ class Grant:
         ttl: Seconds from the grant, or from the extend, to `expires_at`; None: no expiry.
         acquired_at: When it was granted, by the store's clock.
         expires_at: When it ends, as stored; None: no expiry.
-        stop_requested: An operator asked the holder to finish.
+        stop_requested: An operator requested a stop.
         shared: Others may hold the key at the same time.
     """
 
@@ -362,7 +362,7 @@ class Record:
         return self.token == token and self.is_live(now) and not self.is_settled
 
     def asked_to_stop(self, now: datetime, within: float | None) -> Record:
-        """Return the record of a holder that is asked to finish.
+        """Return the record of a holder that is asked to stop.
 
         Args:
             within: Seconds for which it is renewed at the most; they never get more. Until the

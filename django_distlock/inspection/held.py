@@ -65,7 +65,7 @@ class HeldKey:
         expires_at: When the lease ends; None: it has no end of its own.
         free_at: From when on somebody else may have the key; None: so.
         holder: Who holds it, as far as the store tells.
-        stop_requested_at: When an operator asked the holder to finish.
+        stop_requested_at: When an operator requested a stop.
         observed_at: The store's clock when it was looked at.
         by_session: Whether it ends with a session of the server, instead of at a time.
         waits: How many wait for it; None: it was not asked, or the store did not tell.

@@ -114,7 +114,7 @@ def expire_soon(
 ) -> Outcome:
     """Let a lease be renewed for so many seconds at the most; it never gets longer.
 
-    The holder is asked to finish: it sees `stop_requested` at its next beat, and its lease is lost
+    The holder is asked to stop: it sees `stop_requested` at its next beat, and its lease is lost
     at the first one behind that time. Nobody else is granted the key before the holder must have
     noticed: it is free when the holder releases it, or when its last renewal is over
     (`outcome.held.free_at`). To have it at once, take it: `force_release`.

@@ -31,7 +31,7 @@ class Summary(States):
             removes their records by itself.
         settled: Keys that are kept behind their run: `State.SETTLED`.
         no_expiry: Keys that are held without expiry: `State.NO_EXPIRY`.
-        stop_requested: Holders that were asked to finish, and have not.
+        stop_requested: Holders that were asked to stop, and have not.
         overdue: Of all leases that have been renewed, the most of its ttl that has gone since:
             about 1/3 where every holder lives; None: there are none, or too many to look at.
         most_waited: The keys that most wait for, and how many do.

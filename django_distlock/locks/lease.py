@@ -133,7 +133,7 @@ class Lease:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether an operator asked the holder to finish, as of the last extend."""
+        """Whether an operator requested a stop, as of the last extend."""
         return self._holding.grant.stop_requested
 
     def remaining(self) -> float:

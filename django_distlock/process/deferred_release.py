@@ -206,7 +206,7 @@ class Deferred:
                 _worker.put(self.release_if_over)
 
     def _poll(self) -> None:
-        """Look again and again: Django tells of no end of a transaction that it does not know."""
+        """Poll: Django tells of no end of a transaction that it does not know."""
         self.sweep()
         if not self.is_over:
             later(self._poll, MAX_BOUND)

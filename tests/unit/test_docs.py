@@ -33,9 +33,9 @@ def prose(page: Path) -> str:
 
 #: Words that a reader stumbled over, in places that users read or that describe them.
 OLD_WORDS = re.compile(
-    "for who uses|Take (?:the|a) key from its holder|Ask the holder to finish|Let the lease end"
-    "|No lock is held that fits|>Go on|ask(?:s|) again and again|Worst heartbeat|Held past expiry"
-    "|does not know what it was asked for",
+    "for who uses|Take (?:the|a) key from its holder|Ask(?:s|ed)? (?:the holder )?to finish"
+    "|Let the lease end|No lock is held that fits|>Go on|(?:ask|look)s? again and again"
+    "|Worst heartbeat|Held past expiry|does not know what it was asked for",
     re.IGNORECASE,
 )
 READ = (".html", ".js", ".json", ".lua", ".md", ".po", ".py", ".sql", ".yml")
