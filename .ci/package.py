@@ -1,4 +1,4 @@
-"""Verify a release, install its wheel into an empty Django project, migrate, and take a lock.
+"""Verify a release, and type the README into an empty Django project with nothing but its wheel.
 
 Usage: package.py FOLDER AGAIN: two releases of one commit. The first folder gets the rest.
 """
@@ -15,16 +15,9 @@ from pathlib import Path
 from zipfile import ZipFile
 
 ROOT = Path(__file__).parent.parent
-LINES = """
+INSTALLED = """
 import django_distlock
-from django_distlock import distlock
-
 assert "site-packages" in django_distlock.__file__, "the sources answer, not the installed package"
-with distlock("invoice:42") as first:
-    assert first.fence >= 1
-with distlock("invoice:42") as second:
-    assert second.fence > first.fence
-print("fences", first.fence, second.fence)
 """
 
 
@@ -74,10 +67,21 @@ def check_release(folder: Path, again: Path) -> None:
     assert {named[each] for each in needed} == direct, f"the bill names {needed}"
 
 
-def run(*command: str | Path, cwd: Path) -> None:
-    """Run a command that has to succeed."""
+def first_code() -> str:
+    """Return the code that the README tells a newcomer to type."""
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    (code,) = [each for each in blocks if 'distlock("invoice:42"' in each]
+    return code
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command that has to succeed; return what it printed."""
     print("package:", *command, flush=True)
-    subprocess.run(command, cwd=cwd, check=True)
+    done = subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="", flush=True)
+    return done.stdout
 
 
 def main(folder: Path, again: Path) -> None:
@@ -97,7 +101,11 @@ def main(folder: Path, again: Path) -> None:
     run(python, "manage.py", "check", cwd=project)
     run(python, "manage.py", "migrate", "--verbosity", "0", cwd=project)
     run(python, "manage.py", "makemigrations", "--check", "--dry-run", cwd=project)
-    run(python, "manage.py", "shell", "--verbosity", "0", "--command", LINES, cwd=project)
+    shell = (python, "manage.py", "shell", "--verbosity", "0", "--command")
+    told = [run(*shell, INSTALLED + first_code(), cwd=project) for _ in range(2)]
+    assert told == ["held, fence 1\n", "held, fence 2\n"], told
+    for command in sorted((ROOT / "django_distlock/management/commands").glob("distlock_*.py")):
+        run(python, "manage.py", command.stem, "--help", cwd=project)
 
 
 if __name__ == "__main__":
