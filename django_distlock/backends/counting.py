@@ -13,10 +13,10 @@ from django.db.models import F, Max, Q
 
 from ..conf import DEFAULT_TABLES, table
 from ..core.durations import MAX_BOUND
-from ..core.keys import prefix_end
 from ..database import vendors
 from ..database.connections import rows_of
 from ..database.fields import to_microseconds
+from ..managers.rows import between
 from ..models import FenceCounter, HeldLock, Waiter
 from .counts import MOST, Count, Counts, Sizes, States, Strain, TableSize
 
@@ -144,9 +144,7 @@ def _count(store: FenceTable, using: str, *, locks: bool) -> Counts:
 
 def _of(model: type[models.Model], using: str, prefix: str) -> models.QuerySet[Any]:
     """Return the rows of a backend."""
-    rows = model._default_manager.using(using).filter(storage_key__gte=prefix)
-    end = prefix_end(prefix)
-    return rows if end is None else rows.filter(storage_key__lt=end)
+    return between(model._default_manager.using(using), prefix, None)
 
 
 def _number(rows: models.QuerySet[Any], among: models.QuerySet[Any] | None = None) -> Count:

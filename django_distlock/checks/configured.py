@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections
 
 from .. import conf
 from ..backends.base import BaseLockBackend
@@ -101,13 +100,6 @@ def is_redis(backend: BaseLockBackend) -> TypeGuard[RedisBackend]:
 def where(backend: Any) -> str:
     """Return the setting that makes a backend, for messages."""
     return f"DISTLOCK[{backend.alias!r}]"
-
-
-def ask(using: str, question: str, *arguments: Any) -> list[tuple[Any, ...]]:
-    """Run a query on the connection of an alias; return its rows."""
-    with connections[using].cursor() as cursor:
-        cursor.execute(question, arguments or None)
-        return list(cursor.fetchall())
 
 
 def _every() -> Iterator[BaseLockBackend]:

@@ -19,7 +19,7 @@ from django.db.migrations.loader import MigrationLoader
 
 from ..backends.tables import FenceTable
 from ..core.pages import page
-from ..database.connections import database_file
+from ..database.connections import database_file, rows_of
 from ..database.vendors import VENDORS
 from ..models import (
     FailedTask,
@@ -31,7 +31,7 @@ from ..models import (
     StoredResponse,
     Waiter,
 )
-from .configured import DOCS, Subject, about, ask, check_each, configured, where
+from .configured import DOCS, Subject, about, check_each, configured, where
 from .fencing import fenced_models_in
 from .schema import APP, creators, functions, indexes, readers, several, unapplied
 from .triggers import fence_triggers
@@ -204,7 +204,7 @@ def _read_only(using: str) -> Iterator[checks.CheckMessage]:
         return
     mariadb = getattr(connections[using], "mysql_is_mariadb", False)
     session = "tx_read_only" if mariadb else "transaction_read_only"
-    ((standby, reads),) = ask(using, _READ_ONLY[vendor].format(session=session))
+    ((standby, reads),) = rows_of(using, _READ_ONLY[vendor].format(session=session))
     # From MariaDB 12 on, it is a word.
     if standby not in (False, 0, "OFF"):
         said = f"The database {using!r} is read-only, like a replica. No lock can be acquired."
@@ -219,7 +219,7 @@ def _forgetful(using: str) -> Iterator[checks.CheckMessage]:
 
     Its `synchronous_commit` does not matter here: each grant and each extend raises it for itself.
     """
-    if ask(using, "SHOW fsync") != [("on",)]:
+    if rows_of(using, "SHOW fsync") != [("on",)]:
         yield checks.Warning(
             f"The server of {using!r} does not wait for its disk (fsync is off). A crash may undo"
             " grants, reissue their fences, or corrupt the database.",
@@ -228,7 +228,7 @@ def _forgetful(using: str) -> Iterator[checks.CheckMessage]:
         )
     kept = (HeldLock, FenceCounter, SeenFence, RunNote, StoredResponse)
     tables = [model._meta.db_table for model in kept]
-    unlogged = ask(
+    unlogged = rows_of(
         using,
         "SELECT relname FROM pg_class WHERE relname = ANY(%s) AND relpersistence = 'u'"
         " AND relkind = 'r' AND pg_table_is_visible(oid) ORDER BY relname",
@@ -246,7 +246,7 @@ def _forgetful(using: str) -> Iterator[checks.CheckMessage]:
 def _forgetful_rows(using: str) -> Iterator[checks.CheckMessage]:
     """W108: PostgreSQL keeps, over a crash, the fences that rows of the project have seen."""
     fenced = fenced_models_in(using)
-    if fenced and ask(using, "SHOW synchronous_commit") == [("off",)]:
+    if fenced and rows_of(using, "SHOW synchronous_commit") == [("off",)]:
         yield checks.Warning(
             f"The database {using!r} confirms a commit before it is on disk (synchronous_commit)."
             " Lock operations override this. Writes of fenced models, such as"
@@ -265,7 +265,7 @@ def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
             hint=f"Use MariaDB 10.6 or later, or MySQL 8.0.1 or later. {DOCS}",
             id="distlock.E103",
         )
-    for name, engine in ask(
+    for name, engine in rows_of(
         using,
         "SELECT table_name, engine FROM information_schema.tables WHERE table_schema ="
         " DATABASE() AND table_name IN (%s, %s) AND engine <> 'InnoDB'",
@@ -278,7 +278,7 @@ def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
             hint=f"ALTER TABLE `{name}` ENGINE = InnoDB. {DOCS}",
             id="distlock.W104",
         )
-    if ask(using, "SELECT @@innodb_flush_log_at_trx_commit") != [(1,)]:
+    if rows_of(using, "SELECT @@innodb_flush_log_at_trx_commit") != [(1,)]:
         yield checks.Warning(
             f"The database {using!r} does not write its log at each commit. A crash may undo"
             " grants and reissue their fences.",

@@ -14,6 +14,7 @@ from django.db.models import CheckConstraint
 
 from ..backends.database import DatabaseBackend
 from ..core.pages import page
+from ..database.connections import rows_of
 from ..database.sql import (
     FUNCTIONS,
     SCHEMA_OF,
@@ -26,7 +27,7 @@ from ..database.sql import (
     side_table,
 )
 from ..models import FenceCounter
-from .configured import DOCS, ask, configured
+from .configured import DOCS, configured
 
 APP: Final = "django_distlock"
 _GUARD: Final = "distlock_fence_guard"
@@ -52,16 +53,16 @@ def functions(using: str) -> Iterator[checks.CheckMessage]:
 
     A warning, because `migrate` makes what is missing, and stops at errors.
     """
-    ((schema, is_there),) = ask(using, SCHEMA_OF.format(table=FenceCounter._meta.db_table))
+    ((schema, is_there),) = rows_of(using, SCHEMA_OF.format(table=FenceCounter._meta.db_table))
     if not is_there:
         return
     wanted = {function_name(each): script(each, schema) for each in _called(using)}
     # Where nobody may use PL/pgSQL, counters go without it.
-    guarded = bool(ask(using, _PLPGSQL))
+    guarded = bool(rows_of(using, _PLPGSQL))
     if guarded:
         wanted[fence_guard_name()] = script("fence_guard", schema)
     wrong = [*_wrong_functions(using, schema, wanted), *_lacking_secret(using, schema)]
-    if guarded and not ask(using, TRIGGER, _GUARD, quoted(FenceCounter._meta.db_table)):
+    if guarded and not rows_of(using, TRIGGER, _GUARD, quoted(FenceCounter._meta.db_table)):
         wrong.append(
             f"the trigger {_GUARD} is missing or disabled (it refuses to delete or lower a fence"
             " counter)"
@@ -83,7 +84,7 @@ def several(using: str) -> Iterator[checks.CheckMessage]:
     A warning: the first one counts, for all connections that begin with this path. But roles with
     another one may use the other table.
     """
-    found = [schema for (schema,) in ask(using, _SCHEMAS, FenceCounter._meta.db_table)]
+    found = [schema for (schema,) in rows_of(using, _SCHEMAS, FenceCounter._meta.db_table)]
     if len(found) > 1:
         yield checks.Warning(
             f"The table {FenceCounter._meta.db_table} of {using!r} is in several schemas of the"
@@ -102,7 +103,7 @@ def creators(using: str) -> Iterator[checks.CheckMessage]:
     """
     told = [
         f"in {schema}: {', '.join(roles)}"
-        for schema, roles in ask(using, _CREATORS, FenceCounter._meta.db_table)
+        for schema, roles in rows_of(using, _CREATORS, FenceCounter._meta.db_table)
     ]
     if told:
         yield checks.Warning(
@@ -118,7 +119,7 @@ def creators(using: str) -> Iterator[checks.CheckMessage]:
 def readers(using: str) -> Iterator[checks.CheckMessage]:
     """W114: on PostgreSQL, not everybody may read the secret of numbers and channels."""
     salt = side_table("salt")
-    if ask(using, _READERS, salt):
+    if rows_of(using, _READERS, salt):
         yield checks.Warning(
             f"In the database {using!r}, every role may read the table {salt}. A role that can"
             " connect could then block any key and listen to its waiters.",
@@ -135,7 +136,7 @@ def indexes(using: str, present: list[type[models.Model]]) -> Iterator[checks.Ch
         return
     for model in present:
         table = model._meta.db_table
-        there = {name for (name,) in ask(using, _COLUMNS[connection.vendor], table)}
+        there = {name for (name,) in rows_of(using, _COLUMNS[connection.vendor], table)}
         wanted = [each.column for each in model._meta.local_concrete_fields]
         lacks = [f"the column {each}" for each in wanted if each not in there]
         with connection.cursor() as cursor:
@@ -201,7 +202,7 @@ def _called(using: str) -> tuple[str, ...]:
 def _wrong_functions(using: str, schema: str, wanted: dict[str, str]) -> Iterator[str]:
     """Say which functions are not there, or are another release's."""
     there: dict[str, Any] = {
-        name: more for name, *more in ask(using, _FUNCTIONS, schema, list(wanted))
+        name: more for name, *more in rows_of(using, _FUNCTIONS, schema, list(wanted))
     }
     for name, text in wanted.items():
         body = _BODY.search(text)
@@ -214,14 +215,14 @@ def _wrong_functions(using: str, schema: str, wanted: dict[str, str]) -> Iterato
 def _lacking_secret(using: str, schema: str) -> Iterator[str]:
     """Say which of the tables without models is not there; of the secret, what keeps it from us."""
     names = [side_table(each) for each in SIDE_TABLES]
-    there = dict(ask(using, _READABLE, schema, names))
+    there = dict(rows_of(using, _READABLE, schema, names))
     for name in names:
         if name not in there:
             yield f"the table {name} is missing in the schema {schema}"
     salt = side_table("salt")
     if there.get(salt) is False:
         yield f"this role may not read the table {salt}"
-    elif salt in there and not ask(using, f"SELECT true FROM {quoted(schema)}.{quoted(salt)}"):  # noqa: S608
+    elif salt in there and not rows_of(using, f"SELECT true FROM {quoted(schema)}.{quoted(salt)}"):  # noqa: S608
         yield f"the table {salt} is empty"
 
 

@@ -14,9 +14,9 @@ from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.state import ModelState
 
 from ..core.pages import page
+from ..database.connections import rows_of
 from ..fencing.operations import EnforceFence
 from ..fencing.triggers import FenceTrigger
-from .configured import ask
 from .schema import TRIGGER
 
 #: MySQL's number for a trigger that is not there, whoever asks.
@@ -86,7 +86,7 @@ def _table(state: ModelState) -> str:
 
 
 def _on_postgresql(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
-    return bool(ask(connection.alias, TRIGGER, name, connection.ops.quote_name(table)))
+    return bool(rows_of(connection.alias, TRIGGER, name, connection.ops.quote_name(table)))
 
 
 def _on_mysql(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
@@ -94,7 +94,7 @@ def _on_mysql(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
     schema, dot, _table = quote(table).rpartition("`.`")
     try:
         # Where an account may not see triggers, their list is empty, and this is refused.
-        ask(connection.alias, f"SHOW CREATE TRIGGER {schema}{dot[:2]}{quote(name)}")
+        rows_of(connection.alias, f"SHOW CREATE TRIGGER {schema}{dot[:2]}{quote(name)}")
     except DatabaseError as error:
         return bool(error.args) and error.args[0] != _NO_TRIGGER
     return True
@@ -102,7 +102,7 @@ def _on_mysql(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
 
 def _on_sqlite(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
     question = "SELECT 1 FROM sqlite_master WHERE type = 'trigger' AND name = %s"
-    return bool(ask(connection.alias, question, name))
+    return bool(rows_of(connection.alias, question, name))
 
 
 _LOOKS: Mapping[str, Callable[[BaseDatabaseWrapper, str, str], bool]] = {

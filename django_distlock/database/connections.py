@@ -106,9 +106,12 @@ def close_here() -> None:
 
 
 def rows_of(using: str, statement: str, *arguments: Any, **named: Any) -> list[Any]:
-    """Run a statement on the connection of an alias; return its rows."""
+    """Run a statement on the connection of an alias; return its rows.
+
+    Without arguments, a `%` stands for itself.
+    """
     with connections[using].cursor() as cursor:
-        cursor.execute(statement, named or arguments)
+        cursor.execute(statement, named or arguments or None)
         return list(cursor.fetchall()) if cursor.description else []
 
 

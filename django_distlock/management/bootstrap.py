@@ -17,12 +17,12 @@ from django.db.migrations.recorder import MigrationRecorder
 from django.db.migrations.state import ProjectState
 from django.db.utils import Error, OperationalError
 
-from ..checks.configured import ask
 from ..conf import table
 from ..core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ..core.keys import advisory_id, key_hash
 from ..core.logs import log_fields
 from ..database import vendors
+from ..database.connections import rows_of
 from ..models import HeldLock
 
 logger = logging.getLogger("django_distlock")
@@ -144,7 +144,7 @@ def _alone_on_postgresql(using: str) -> Iterator[None]:
     # reach another one.
     with transaction.atomic(using=using):
         lock = advisory_id("django_distlock:migrations", table("locks"))
-        if ask(using, "SELECT pg_try_advisory_xact_lock(%s)", lock) != [(True,)]:
+        if rows_of(using, "SELECT pg_try_advisory_xact_lock(%s)", lock) != [(True,)]:
             raise _Taken
         yield
 
@@ -153,7 +153,7 @@ def _alone_on_postgresql(using: str) -> Iterator[None]:
 def _alone_on_mysql(using: str) -> Iterator[None]:
     # Such names are the server's, not the database's.
     name = f"{connections[using].settings_dict['NAME']}.{table('locks')}"
-    if ask(using, "SELECT GET_LOCK(%s, 0)", f"django_distlock:{key_hash(name)}") != [(1,)]:
+    if rows_of(using, "SELECT GET_LOCK(%s, 0)", f"django_distlock:{key_hash(name)}") != [(1,)]:
         raise _Taken
     try:
         yield
@@ -167,7 +167,7 @@ def _alone_on_sqlite(using: str) -> Iterator[None]:
     connection: Any = connections[using]
     # Inside of a transaction it is too late, and the schema editor insists.
     connection.disable_constraint_checking()
-    ask(using, f"PRAGMA busy_timeout = {int(PAUSE * 1000)}")
+    rows_of(using, f"PRAGMA busy_timeout = {int(PAUSE * 1000)}")
     # The one writer is who migrates, in one transaction.
     connection.transaction_mode = "IMMEDIATE"
     try:
@@ -178,7 +178,7 @@ def _alone_on_sqlite(using: str) -> Iterator[None]:
                 if vendors.of(using).is_busy(error):
                     raise _Taken from error
                 raise
-            ask(using, f"PRAGMA busy_timeout = {_FOR_READERS * 1000}")
+            rows_of(using, f"PRAGMA busy_timeout = {_FOR_READERS * 1000}")
             yield
     finally:
         # The next connection is as the settings say.

@@ -177,7 +177,8 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
 
     def _cleanup(self, before: datetime, limit: int) -> int:
         # No record outlives its lock: beside notes, what goes is what ended sessions have left.
-        self._ask(lambda on: rows_of(on, self._statements.forget_ended()), busy=list)
+        # It has no arguments, for which names of tables have their signs doubled.
+        self._ask(lambda on: rows_of(on, self._statements.forget_ended() % ()), busy=list)
         return self._remove_notes(before, limit)
 
     def _counts(self) -> Counts:

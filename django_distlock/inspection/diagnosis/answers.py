@@ -16,11 +16,11 @@ from django.db import connections
 from ...backends.base import BaseLockBackend
 from ...backends.listening import Listener, NoWakeUps
 from ...backends.tables import FenceTable
-from ...checks.configured import ask as ask_database
 from ...checks.configured import is_redis
 from ...core.errors import LockError
 from ...core.keys import new_token
 from ...core.records import Contended
+from ...database.connections import rows_of
 from ...process.host import current_holder
 from .findings import Notes
 
@@ -279,4 +279,4 @@ def _of_database(using: str) -> list[Used]:
         question = _MYSQL.format(schema=schema)
     else:
         return []
-    return [Used(of, int(number), int(most)) for of, number, most in ask_database(using, question)]
+    return [Used(of, int(number), int(most)) for of, number, most in rows_of(using, question)]

@@ -17,10 +17,10 @@ from ...backends.database import DatabaseBackend
 from ...backends.tables import FenceTable
 from ...checks.configured import is_redis
 from ...core.holders import Holder
-from ...core.keys import prefix_end
 from ...core.records import Record, known_holder
 from ...core.wording import counted, instant, span
 from ...database import vendors
+from ...managers.rows import between
 from ...models import FenceCounter, HeldLock, Waiter
 from .findings import Notes
 from .scanned import NAMED, Some, dead_or_not, scan_locks, whose
@@ -215,7 +215,4 @@ def _paused(
 
 def _of(model: type[Any], store: FenceTable, on: str) -> QuerySet[Any]:
     """Return the rows of a backend."""
-    prefix = store._namespace()
-    rows: QuerySet[Any] = model._default_manager.using(on).filter(storage_key__gte=prefix)
-    end = prefix_end(prefix)
-    return rows if end is None else rows.filter(storage_key__lt=end)
+    return between(model._default_manager.using(on), store._namespace(), None)
