@@ -17,6 +17,7 @@ from ...conf import BackendConfig
 from ...core.durations import GRACE
 from ...core.errors import BackendUnavailable, LockError
 from ...core.fences import FENCE_MAX
+from ...core.holders import Holder
 from ...core.keys import key_hash, whole_name
 from ...core.logs import log_fields
 from ...core.records import (
@@ -32,33 +33,47 @@ from ...core.records import (
     Record,
     Unknown,
     Unreadable,
+    Waiting,
+    Waits,
 )
 from ...core.secrets import Token
 from ...core.sharing import DOOR_SECONDS
 from ...database.fields import from_microseconds, to_microseconds
 from ...exceptions import InvalidLockBackend
+from ..base import BaseLockBackend
 from ..counts import Counts, States, Strain
 from ..listening import Listener
 from ..lua import script
-from .answers import counted, extended, granted, granted_many, held, overflow, sharing, unreadable
+from .answers import (
+    counted,
+    extended,
+    granted,
+    granted_many,
+    held,
+    overflow,
+    sharing,
+    unreadable,
+    waiting,
+)
 from .clients import client_source
 from .counting import count_keys, sampled_states
 from .lines import Call, ThreadLines, answered
 from .store import RedisStore, escaped, text
-from .waiters import RedisWaiters
 
 #: What stands between a role and the user's key: the hash, in the braces that tell a cluster where
 #: the keys of one lock live.
 _ANY_TAG: Final = "{" + "?" * 22 + "}:"
 _GRACE: Final = repr(GRACE)
 _FENCE_MAX: Final = str(FENCE_MAX)
+#: How many waiters of a key are shown.
+_SHOWN: Final = 1000
 
 logger = logging.getLogger("django_distlock")
 
 T = TypeVar("T")
 
 
-class RedisBackend(RedisWaiters):
+class RedisBackend(BaseLockBackend):
     """Keep locks and fences in Redis.
 
     Each operation is one script, so none is ever busy. Fences follow the server's clock, whatever
@@ -75,6 +90,7 @@ class RedisBackend(RedisWaiters):
     """
 
     distributed: ClassVar[bool] = True
+    supports_wakeups: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -118,6 +134,13 @@ class RedisBackend(RedisWaiters):
     def acquires_together(self) -> bool:  # type: ignore[override]
         """Not on a cluster, whose servers have different keys."""
         return not self.store.is_cluster
+
+    @property
+    def is_listening(self) -> bool:
+        return self._listener.is_live
+
+    def listen(self, bound: float = 0.0) -> bool:
+        return self._listener.ensure(bound)
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
         keys = [self._at(kind, attempt.name) for kind in ("lock", "fence", "pause", "shared")]
@@ -354,6 +377,33 @@ class RedisBackend(RedisWaiters):
     def _data_mark_at(self) -> str:
         return self._at("data-mark", self._name("data-mark"))
 
+    # Waiters
+
+    def _note_waiter(
+        self, name: str, holder: Holder, seconds: float, note: str | None
+    ) -> str | None:
+        # Two waiters of one holder are two.
+        who = f"{int(self.is_listening)} {secrets.token_hex(8)} {json.dumps(holder.as_json())}"
+        arguments = (note or "", repr(seconds), who)
+        keys = [self._at("waiters", name)]
+        return self.store.ask(Call(script("note_waiter"), keys, arguments, [self._listing]))
+
+    def _drop_waiter(self, name: str, note: str) -> None:
+        keys = [self._at("waiters", name)]
+        self.store.ask(Call(script("drop_waiter"), keys, (note,), [self._listing]))
+
+    def _waiters(self, name: str) -> Sequence[Waiting]:
+        return waiting(self.store.ask(self._waiters_of(name)))
+
+    def _count_waiters(self, names: Sequence[str]) -> Sequence[Waits]:
+        answers = self.store.ask_all([self._waiters_of(name) for name in names])
+        return [Waits.of(waiting(answered(answer))) for answer in answers]
+
+    def _waiters_of(self, name: str) -> Call:
+        return Call(script("waiters"), [self._at("waiters", name)], (str(_SHOWN),))
+
+    # Counts, fences and forks
+
     def _counts(self) -> Counts:
         return count_keys(self)
 
@@ -395,6 +445,11 @@ class RedisBackend(RedisWaiters):
         kept = (each not in ("raised", "enough") for each in outcomes)
         left = tuple(name[len(_ANY_TAG) :] for name in compress(names, kept))
         return Raised(outcomes.count("raised"), left)
+
+    def _begin_in_child(self) -> None:
+        super()._begin_in_child()
+        self._listener.forget()
+        self.store.begin_in_child()
 
     def _keep_no_connections(self) -> None:
         self.store.keep_none()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Final, NoReturn
 
@@ -22,6 +23,7 @@ from ...core.records import (
     InTheWay,
     Record,
     Unreadable,
+    Waiting,
     all_or_none,
     known_holder,
 )
@@ -106,6 +108,18 @@ def counted(answer: str) -> Counter | None:
     return Counter(int(fence)) if int(fence) else None
 
 
+def waiting(answer: str) -> list[Waiting]:
+    """Return who waits, the first to come first."""
+    found = json.loads(answer)
+    shown = []
+    # Each note has its end behind it.
+    for note, until in zip(found[::2], found[1::2], strict=True):
+        # For people to see: what somebody has spoiled hides nobody else.
+        with suppress(*SPOILED):
+            shown.append(_shown_waiter(note, until))
+    return sorted(shown, key=lambda each: each.since)
+
+
 def _record(described: str) -> Record:
     return _recorded(json.loads(described))
 
@@ -164,3 +178,13 @@ def _record_of(fields: Mapping[str, str], holder: Holder) -> Record:
 
 def _instant(microseconds: str) -> datetime | None:
     return from_microseconds(int(microseconds)) if microseconds else None
+
+
+def _shown_waiter(note: str, until: str) -> Waiting:
+    since, is_woken, _number, holder = note.split(" ", 3)
+    return Waiting(
+        holder=Holder.from_json(json.loads(holder)),
+        since=from_microseconds(int(since)),
+        until=from_microseconds(int(float(until))),
+        is_woken=is_woken == "1",
+    )
