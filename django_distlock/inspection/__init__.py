@@ -8,8 +8,14 @@ asks `may()` before.
 from ..core.keys import own_key
 from .held import HeldKey, State
 from .journal import Operation, may
-from .listing import Failure, LockPage, list_locks
-from .lookups import LockInfo, aowns, get_by_key, get_by_token, held_keys, owns
+from .listing import (
+    Failure,
+    LockPage,
+    TransactionLock,
+    TransactionLocks,
+    list_locks,
+    list_transactions,
+)
 from .operations import (
     Outcome,
     Result,
@@ -21,9 +27,8 @@ from .operations import (
     resume,
 )
 from .pruning import Pruned, prune_events, prune_responses
-from .showing import KeyView, show
+from .showing import KeyView, LockInfo, aowns, get_by_key, get_by_token, held_keys, owns, show
 from .summary import Statistics, Summary, statistics, summary
-from .transactions import TransactionLock, TransactionLocks, list_transactions
 
 __all__ = [
     "Failure",
