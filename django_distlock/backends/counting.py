@@ -16,7 +16,6 @@ from ..core.durations import MAX_BOUND
 from ..database import vendors
 from ..database.connections import rows_of
 from ..database.fields import to_microseconds
-from ..managers.rows import between
 from ..models import FenceCounter, HeldLock, Waiter
 from .counts import MOST, Count, Counts, Sizes, States, Strain, TableSize
 
@@ -82,8 +81,8 @@ def _asked(store: FenceTable, question: Callable[[str], T]) -> T:
 def _states(store: FenceTable, using: str, soon: float) -> tuple[States, Strain]:
     prefix = store._namespace()
     now = vendors.of(using).now()
-    rows = _of(HeldLock, using, prefix)
-    waiters = _of(Waiter, using, prefix).filter(until__gt=now)
+    rows = store._own_rows(HeldLock, using)
+    waiters = store._own_rows(Waiter, using).filter(until__gt=now)
     conditions = _conditions(now, soon)
     late: float | None = None
     if _is_many(rows):
@@ -128,23 +127,17 @@ def _conditions(now: datetime, soon: float) -> dict[str, Q]:
 
 
 def _count(store: FenceTable, using: str, *, locks: bool) -> Counts:
-    prefix = store._namespace()
-    counters = _of(FenceCounter, using, prefix)
+    counters = store._own_rows(FenceCounter, using)
     how_many = _number(counters)
     held = expired = waiters = None
     if locks:
         now = vendors.of(using).now()
-        rows = _of(HeldLock, using, prefix)
+        rows = store._own_rows(HeldLock, using)
         held = _number(rows.filter(Q(free_at__isnull=True) | Q(free_at__gt=now)), rows)
         expired = _number(rows.filter(free_at__lte=now), rows)
-        waiters = _number(_of(Waiter, using, prefix).filter(until__gt=now))
+        waiters = _number(store._own_rows(Waiter, using).filter(until__gt=now))
     highest = _highest(store, using, counters, exact=how_many.is_exact)
     return Counts(held=held, expired=expired, waiters=waiters, counters=how_many, highest=highest)
-
-
-def _of(model: type[models.Model], using: str, prefix: str) -> models.QuerySet[Any]:
-    """Return the rows of a backend."""
-    return between(model._default_manager.using(using), prefix, None)
 
 
 def _number(rows: models.QuerySet[Any], among: models.QuerySet[Any] | None = None) -> Count:

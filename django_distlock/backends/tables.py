@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import Model, QuerySet
 from django.db.utils import DatabaseError, InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
@@ -32,7 +33,7 @@ from ..database.sql import side_table
 from ..database.vendors import VENDORS
 from ..exceptions import InvalidLockBackend
 from ..managers.fence import FenceCounterManager
-from ..managers.rows import remove
+from ..managers.rows import between, remove
 from ..models import MAX_STORAGE_KEY, FenceCounter, HeldLock, RunNote
 from .guards import postgresql_guards, postgresql_keepers
 
@@ -296,6 +297,10 @@ class FenceTable:
 
     def _namespace(self, prefix: str = "") -> str:
         return namespace(self.key_prefix) + prefix
+
+    def _own_rows(self, model: type[Model], on: str) -> QuerySet[Any]:
+        """Return the rows of this backend in a table."""
+        return between(model._default_manager.using(on), self._namespace(), None)
 
     def _own_thread(self, *, keeps_leases: bool = False) -> None:
         use_own_connections(keeps_leases=keeps_leases)

@@ -31,10 +31,10 @@ def only(rows: models.QuerySet[M]) -> M | None:
 
 def between(rows: models.QuerySet[M], prefix: str, after: str | None) -> models.QuerySet[M]:
     """Return the rows whose storage keys start with `prefix` and come after another."""
-    rows = rows.filter(pk__gte=prefix)
+    rows = rows.filter(storage_key__gte=prefix)
     if (end := prefix_end(prefix)) is not None:
-        rows = rows.filter(pk__lt=end)
-    return rows if after is None else rows.filter(pk__gt=after)
+        rows = rows.filter(storage_key__lt=end)
+    return rows if after is None else rows.filter(storage_key__gt=after)
 
 
 def by_key(manager: models.Manager[M], names: Sequence[object]) -> Iterator[models.QuerySet[M]]:

@@ -20,7 +20,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import UNIQUE_PREFIX, own_key
-from django_distlock.inspection.diagnosis import Mark, kept, scanned, told
+from django_distlock.inspection.diagnosis import Mark, kept, told
 from django_distlock.inspection.diagnosis.findings import Notes
 from django_distlock.models import HeldLock
 from django_distlock.process.host import current_holder
@@ -281,9 +281,9 @@ def test_scan_is_bounded(store: BaseLockBackend, monkeypatch: pytest.MonkeyPatch
     whole = scan(store, 4)
     assert look(whole, "locks")[1] == "4 locks checked"
     assert look(whole, "orphan waiters")[1] == "none among 4 waiters"
-    monkeypatch.setattr(scanned, "SECONDS", 0.0)
-    monkeypatch.setattr(scanned, "PAGE", 2)
-    monkeypatch.setattr(kept, "SECONDS", 0.0)
+    monkeypatch.setattr(kept, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(kept, "PAGE", 2)
+    monkeypatch.setattr(kept, "WAITER_SECONDS", 0.0)
     late = scan(store)
     assert look(late, "locks")[1].endswith(more)
     assert "(the first 0; there are more)" in look(late, "orphan waiters")[1]

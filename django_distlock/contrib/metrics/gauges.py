@@ -25,7 +25,6 @@ from ...database import vendors
 from ...handler import lock_backends
 from ...locks import blocks
 from ...locks.release import Release
-from ...managers.rows import between
 from ...models import HeldLock
 from ...process.at_exit import held_here
 from ...process.heartbeat import heartbeat_of
@@ -186,7 +185,7 @@ def _count(alias: str) -> Counted | None:
 
 def _count_rows(store: DatabaseBackend, using: str) -> Counted:
     now = vendors.of(using).now()
-    rows = between(HeldLock._default_manager.using(using), store._namespace(), None)
+    rows = store._own_rows(HeldLock, using)
     held = rows.filter(Q(free_at__isnull=True) | Q(free_at__gt=now))
     # What is kept behind its run on purpose has no grace.
     over = rows.filter(expires_at__lte=now).exclude(free_at=F("expires_at"))
