@@ -40,10 +40,11 @@ class Bell:
         """Whether somebody has rung it since it was cleared."""
         return not self._rung.empty()
 
-    def ring(self) -> None:
-        """Wake everybody who waits, one after the other, and let nobody wait from now on."""
+    def ring(self) -> bool:
+        """Wake everybody who waits, one after the other, and let nobody wait from now on: True."""
         if not self.is_rung:
             self._rung.put(None)
+        return True
 
     def clear(self) -> None:
         """Let the next ones wait."""

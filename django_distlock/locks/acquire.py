@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
+from typing import Any
 
 from ..backends.base import BaseLockBackend
-from ..core.acquiring import Attempt, GiveBack, LineUp, Pause, Read, Reply, Step
+from ..core.acquiring import Attempt, GiveBack, LineUp, Read, Reply, Step
 from ..core.durations import MAX_BOUND
 from ..core.insisting import A, insisting
 from ..core.pacing import Outcome
@@ -17,6 +19,9 @@ from ..core.retry import Retry
 from ..core.threads import Bell
 from .attempts import NOTE_AFTER, Attempts, Granted, Request
 from .blocks import Block
+
+#: What blocks while a key is waited for: a call to make, or seconds to sleep unless woken.
+Blocking = Callable[[], Any] | float
 
 #: Seconds of one sleep at most: an infinite one cannot be asked for.
 _LONGEST = 3600.0
@@ -34,7 +39,7 @@ def acquire(backend: BaseLockBackend, request: Request, block: Block) -> Granted
     """
     attempts = block.attempts = Attempts(backend, request)
     try:
-        return attempts.conclude(_Calls(attempts).drive())
+        return attempts.conclude(_drive(attempts))
     except Exception as error:
         if not attempts.concluded:
             attempts.fail(error)
@@ -45,7 +50,7 @@ async def aacquire(backend: BaseLockBackend, request: Request, block: Block) -> 
     """See `acquire`. Cancelled, it leaves nothing held, not even by an attempt in flight."""
     attempts = block.attempts = Attempts(backend, request)
     try:
-        outcome = await _Awaits(attempts).drive()
+        outcome = await _adrive(attempts)
         if attempts.has_listeners():
             # Receivers run on our threads: one that blocks must not stop the event loop. They see
             # the caller's context, as those of `sync_to_async` do.
@@ -79,150 +84,119 @@ def insist(
     )
 
 
-class _Calls:
-    """Carries out the steps of waiting, with calls."""
+def _drive(attempts: Attempts) -> Outcome:
+    """Wait for a key with calls; return what the last attempt led to."""
+    bell, answer = Bell(), None
+    waiting = _Waiting(attempts, bell).steps()
+    try:
+        while True:
+            blocking = waiting.send(answer)
+            if callable(blocking):
+                answer = blocking()
+            else:
+                bell.wait(blocking)
+    except StopIteration as stop:
+        outcome: Outcome = stop.value
+    return outcome
 
-    def __init__(self, attempts: Attempts):
-        self._attempts = attempts
-        self._backend = attempts.backend
-        self._monotonic = attempts.backend.monotonic
-        self._woken = Bell()
 
-    def drive(self) -> Outcome:
+async def _adrive(attempts: Attempts) -> Outcome:
+    """See `_drive`."""
+    bell, answer = _TaskBell(), None
+    waiting, run = _Waiting(attempts, bell).steps(), attempts.backend.threads.run
+    try:
+        while True:
+            blocking = waiting.send(answer)
+            answer = await (run(blocking) if callable(blocking) else bell.wait(blocking))
+    except StopIteration as stop:
+        outcome: Outcome = stop.value
+    return outcome
+
+
+class _TaskBell:
+    """A `Bell` whose ringing a task awaits."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rung = asyncio.Event()
+        self.clear = self._rung.clear
+
+    @property
+    def is_rung(self) -> bool:
+        return self._rung.is_set()
+
+    def ring(self) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(self._rung.set)
+        except RuntimeError:
+            return False  # The loop was closed.
+        return True
+
+    async def wait(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._rung.wait()
+
+
+class _Waiting:
+    """The steps of waiting, but for what blocks: whoever drives this does that."""
+
+    def __init__(self, attempts: Attempts, bell: Bell | _TaskBell):
+        self._attempts, self._bell = attempts, bell
+        self._backend, self._monotonic = attempts.backend, attempts.backend.monotonic
+
+    def steps(self) -> Generator[Blocking, Any, Outcome]:
+        """Yield what blocks, and return what the last attempt led to."""
         steps = self._attempts.steps()
         try:
             step = next(steps)
             while True:
-                step = steps.send(self._do(step))
+                step = steps.send((yield from self._reply(step)))
         except StopIteration as stop:
             outcome: Outcome = stop.value
         # Ended otherwise, it leaves where the attempts fail.
-        rest = self._attempts.leave()
-        if rest is not None:
-            rest()
+        if (rest := self._attempts.leave()) is not None:
+            yield rest
         return outcome
 
-    def _do(self, step: Step) -> Reply:
+    def _reply(self, step: Step) -> Generator[Blocking, Any, Reply]:
         attempts = self._attempts
         if isinstance(step, Attempt):
             # Whatever comes from here on concerns what the attempt does not see any more.
-            self._woken.clear()
-            outcome = attempts.attempt(step)
+            self._bell.clear()
+            outcome = yield partial(attempts.attempt, step)
             return Reply(self._monotonic(), outcome)
         if isinstance(step, LineUp):
-            return self._line_up(step.until)
+            return (yield from self._line_up(step.until))
         if isinstance(step, Read):
-            record = attempts.read()
+            record = yield attempts.read
             return Reply(self._monotonic(), record=record)
         if isinstance(step, GiveBack):
-            attempts.give_back(step.grant)
+            yield partial(attempts.give_back, step.grant)
             return Reply(self._monotonic())
-        return self._pause(step)
+        yield from self._sleep(step.seconds)
+        return Reply(self._monotonic(), listening=self._backend.listen())
 
-    def _line_up(self, until: float) -> Reply:
+    def _line_up(self, until: float) -> Generator[Blocking, Any, Reply]:
         attempts = self._attempts
         queued = attempts.join(self._ring)
         while attempts.queues and (left := min(until - self._monotonic(), attempts.patience)) > 0:
-            self._sleep(left)
-            self._woken.clear()
+            yield from self._sleep(left)
+            self._bell.clear()
         bound = min(MAX_BOUND, max(0.0, until - self._monotonic()))
-        listening = attempts.is_first and self._backend.listen(bound)
+        listening = attempts.is_first and (yield partial(self._backend.listen, bound))
         return Reply(self._monotonic(), listening=listening, queued=queued)
 
-    def _pause(self, step: Pause) -> Reply:
-        self._sleep(step.seconds)
-        return Reply(self._monotonic(), listening=self._backend.listen())
-
-    def _sleep(self, seconds: float) -> None:
+    def _sleep(self, seconds: float) -> Generator[Blocking, Any, None]:
         """Sleep until woken; people get to see it when it takes long."""
         if self._attempts.instead is not None:
             return
         until = self._monotonic() + seconds
         if seconds > NOTE_AFTER and not self._attempts.may_be_noted:
-            self._woken.wait(NOTE_AFTER)
-        if self._attempts.may_be_noted and not self._woken.is_rung:
-            self._attempts.note()
-        self._woken.wait(min(_LONGEST, until - self._monotonic()))
+            yield NOTE_AFTER
+        if self._attempts.may_be_noted and not self._bell.is_rung:
+            yield self._attempts.note
+        yield min(_LONGEST, until - self._monotonic())
 
     def _ring(self) -> bool:
-        self._woken.ring()
-        return True
-
-
-class _Awaits:
-    """Carries out the steps of waiting, with awaits."""
-
-    def __init__(self, attempts: Attempts):
-        self._attempts = attempts
-        self._backend = attempts.backend
-        self._monotonic = attempts.backend.monotonic
-        self._loop = asyncio.get_running_loop()
-        self._woken = asyncio.Event()
-
-    async def drive(self) -> Outcome:
-        steps = self._attempts.steps()
-        try:
-            step = next(steps)
-            while True:
-                step = steps.send(await self._do(step))
-        except StopIteration as stop:
-            outcome: Outcome = stop.value
-        # Ended otherwise, it leaves where the attempts fail.
-        rest = self._attempts.leave()
-        if rest is not None:
-            await self._backend.threads.run(rest)
-        return outcome
-
-    async def _do(self, step: Step) -> Reply:
-        attempts, run = self._attempts, self._backend.threads.run
-        if isinstance(step, Attempt):
-            self._woken.clear()
-            outcome = await run(attempts.attempt, step)
-            return Reply(self._monotonic(), outcome)
-        if isinstance(step, LineUp):
-            return await self._line_up(step.until)
-        if isinstance(step, Read):
-            record = await run(attempts.read)
-            return Reply(self._monotonic(), record=record)
-        if isinstance(step, GiveBack):
-            await run(attempts.give_back, step.grant)
-            return Reply(self._monotonic())
-        return await self._pause(step)
-
-    async def _line_up(self, until: float) -> Reply:
-        attempts = self._attempts
-        queued = attempts.join(self._ring)
-        while attempts.queues and (left := min(until - self._monotonic(), attempts.patience)) > 0:
-            await self._sleep(left)
-            self._woken.clear()
-        listening = self._backend.is_listening
-        if attempts.is_first and not listening:
-            bound = min(MAX_BOUND, max(0.0, until - self._monotonic()))
-            listening = await self._backend.threads.run(self._backend.listen, bound)
-        return Reply(self._monotonic(), listening=listening, queued=queued)
-
-    async def _pause(self, step: Pause) -> Reply:
-        await self._sleep(step.seconds)
-        return Reply(self._monotonic(), listening=self._backend.listen())
-
-    async def _sleep(self, seconds: float) -> None:
-        if self._attempts.instead is not None:
-            return
-        until = self._monotonic() + seconds
-        if seconds > NOTE_AFTER and not self._attempts.may_be_noted:
-            await self._wait(NOTE_AFTER)
-        if self._attempts.may_be_noted and not self._woken.is_set():
-            await self._backend.threads.run(self._attempts.note)
-        await self._wait(min(_LONGEST, max(0.0, until - self._monotonic())))
-
-    async def _wait(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._woken.wait()
-
-    def _ring(self) -> bool:
-        try:
-            self._loop.call_soon_threadsafe(self._woken.set)
-        except RuntimeError:
-            return False  # The loop was closed.
-        return True
+        return self._bell.ring()
