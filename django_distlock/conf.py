@@ -1,7 +1,8 @@
 """The one reader of `DISTLOCK` and of the settings whose names start with `DISTLOCK_`.
 
 Settings are read when first needed, checked, and copied: nothing here keeps or changes the
-project's dictionaries.
+project's dictionaries. One that breaks a rule raises `InvalidLockBackend`, which says what it must
+be.
 """
 
 from __future__ import annotations
@@ -87,11 +88,7 @@ def aliases() -> list[str]:
 
 
 def backend_config(alias: str) -> BackendConfig:
-    """Return what `DISTLOCK` says about `alias`, checked.
-
-    Raises:
-        InvalidLockBackend: There is no such alias, or a setting breaks a rule.
-    """
+    """Return what `DISTLOCK` says about `alias`, checked."""
     configured = _configured()
     if alias not in configured:
         names = ", ".join(map(repr, configured)) or "none"
@@ -125,12 +122,7 @@ def backend_config(alias: str) -> BackendConfig:
 
 
 def table(name: str) -> str:
-    """Return one of the tables of `DISTLOCK_TABLES`, such as `"locks"`.
-
-    Raises:
-        InvalidLockBackend: `DISTLOCK_TABLES` names something else, or a name twice, or what is not
-            an identifier of at most 48 characters.
-    """
+    """Return one of the tables of `DISTLOCK_TABLES`, such as `"locks"`."""
     return _tables()[name]
 
 
@@ -176,23 +168,14 @@ def index_name(name: str, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HolderConfig:
-    """What `DISTLOCK_HOLDER` says.
-
-    Attributes:
-        prefix: Stands before the host's name.
-        process: The process's name; None: taken from the program that runs.
-    """
+    """What `DISTLOCK_HOLDER` says. Without a name, a process has that of the program that runs."""
 
     prefix: str = ""
     process: str | None = None
 
 
 def holder_config() -> HolderConfig:
-    """Return how this process names itself.
-
-    Raises:
-        InvalidLockBackend: `DISTLOCK_HOLDER` breaks a rule.
-    """
+    """Return how this process names itself."""
     raw = getattr(settings, "DISTLOCK_HOLDER", {})
     if not isinstance(raw, Mapping):
         raise InvalidLockBackend(f"DISTLOCK_HOLDER must be a dictionary, not {shown(raw)}.")
@@ -208,12 +191,7 @@ def holder_config() -> HolderConfig:
 
 
 def fence_secrets() -> tuple[str | bytes, ...]:
-    """Return what fences in headers are signed with: the first signs, and each of them verifies.
-
-    Raises:
-        InvalidLockBackend: `DISTLOCK_FENCE_SECRET` is no text of 16 characters or more, and no list
-            of such.
-    """
+    """Return what fences in headers are signed with: the first signs, and each of them verifies."""
     raw = getattr(settings, "DISTLOCK_FENCE_SECRET", None)
     if raw is None:
         return (settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS)
@@ -228,11 +206,7 @@ def fence_secrets() -> tuple[str | bytes, ...]:
 
 
 def fence_audiences() -> tuple[str | None, ...]:
-    """Return whom fences in headers may be meant for, here; None: for nobody in particular.
-
-    Raises:
-        InvalidLockBackend: `DISTLOCK_FENCE_AUDIENCE` is no name, and no list of them.
-    """
+    """Return whom fences in headers may be meant for, here; None: for nobody in particular."""
     audiences = _several(getattr(settings, "DISTLOCK_FENCE_AUDIENCE", None))
     try:
         for each in audiences:
@@ -246,11 +220,7 @@ def fence_audiences() -> tuple[str | None, ...]:
 
 
 def validate_audience(value: object) -> str:
-    """Return the name of a service that fences are sent to.
-
-    Raises:
-        InvalidArgument: It is none.
-    """
+    """Return the name of a service that fences are sent to; `InvalidArgument`: it is none."""
     if not isinstance(value, str) or not (value.isprintable() and 1 <= len(value) <= 100):
         raise InvalidArgument(
             f"An audience is a str of 1 to 100 printable characters, not {shown(value)}."
@@ -259,11 +229,7 @@ def validate_audience(value: object) -> str:
 
 
 def fence_jump() -> int | None:
-    """Return how far a fence in a header may be above the highest one seen; None: see `seen`.
-
-    Raises:
-        InvalidLockBackend: `DISTLOCK_FENCE_JUMP` is no such number.
-    """
+    """Return how far a fence in a header may be above the highest one seen; None: see `seen`."""
     jump = getattr(settings, "DISTLOCK_FENCE_JUMP", None)
     if jump is None:
         return None
@@ -276,11 +242,7 @@ def fence_jump() -> int | None:
 
 
 def monitor_tokens() -> tuple[str, ...]:
-    """Return the tokens that machines may show to monitoring endpoints; none: none may.
-
-    Raises:
-        InvalidLockBackend: `DISTLOCK_MONITOR_TOKEN` is no token, and no list of them.
-    """
+    """Return the tokens that machines may show to monitoring endpoints; none: none may."""
     raw = getattr(settings, "DISTLOCK_MONITOR_TOKEN", None)
     if raw is None:
         return ()
@@ -296,11 +258,7 @@ def monitor_tokens() -> tuple[str, ...]:
 
 
 def history() -> float:
-    """Return which part of all releases is kept as events, from 0 to 1.
-
-    Raises:
-        InvalidLockBackend: `DISTLOCK_HISTORY` is no such number.
-    """
+    """Return which part of all releases is kept as events, from 0 to 1."""
     raw = getattr(settings, "DISTLOCK_HISTORY", None)
     try:
         return 0.0 if raw is None else number(raw, "DISTLOCK_HISTORY", minimum=0, maximum=1)
@@ -309,11 +267,7 @@ def history() -> float:
 
 
 def task_url(task_id: str) -> str:
-    """Return the page of a task in another tool; "": there is none.
-
-    Raises:
-        InvalidLockBackend: `DISTLOCK_TASK_URL` is no address with `{task_id}` in it.
-    """
+    """Return the page of a task in another tool; "": there is none."""
     raw = getattr(settings, "DISTLOCK_TASK_URL", None)
     if raw is None:
         return ""
@@ -354,11 +308,7 @@ def _refuse_unknown(where: str, raw: Mapping[str, Any], known: Collection[str]) 
 
 
 def refuse_unknown_settings() -> None:
-    """Refuse settings that begin as ours do and are none of them, such as `DISTLOCKS`.
-
-    Raises:
-        InvalidLockBackend: There are some; each is named.
-    """
+    """Refuse settings that begin as ours do and are none of them, such as `DISTLOCKS`."""
     unknown = [
         f"There is no setting {name}.{_remedy(name)}"
         for name in dir(settings)

@@ -22,11 +22,7 @@ GRAVE: Final = ("lost", "rejected", "forced")
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Two numbers, one above the other.
-
-    Attributes:
-        title: What it says when it is pointed at.
-    """
+    """Two numbers, one above the other; the title is shown where it is pointed at."""
 
     title: str
     x: int
@@ -38,13 +34,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Bars with their axes.
-
-    Attributes:
-        most: What the highest bar stands for, as a text.
-        first: What the first bar stands for.
-        last: What the last one stands for.
-    """
+    """Bars with their axes: what the highest bar stands for, the first one and the last one."""
 
     bars: tuple[Bar, ...]
     most: str
@@ -90,11 +80,7 @@ def of_minutes(past: History) -> Chart:
 
 
 def of_releases(releases: Sequence[tuple[datetime, float, float]]) -> Chart:
-    """Draw how long a key was held, and above it how long its holders had waited.
-
-    Args:
-        releases: When each was, and those seconds, the last one first; at least one.
-    """
+    """Draw how long a key was held, and above that waited for, by releases, the last one first."""
     oldest_first = releases[::-1]
     titles = [
         _("%(time)s: held for %(held)s, waited for %(waited)s")

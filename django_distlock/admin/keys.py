@@ -52,11 +52,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class KeyPage:
-    """What the page of a key shows.
-
-    Attributes:
-        tells_who: Whether it shows events, which name operators, and past holders.
-    """
+    """What the page of a key shows: events and past holders only where it `tells_who`."""
 
     view: KeyView
     target: Target

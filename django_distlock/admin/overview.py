@@ -73,11 +73,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A key that many wait for.
-
-    Attributes:
-        width: Of its bar, in percent of the longest one.
-    """
+    """A key that many wait for, with the width of its bar in percent of the longest one."""
 
     key: str
     number: int

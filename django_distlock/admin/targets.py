@@ -21,11 +21,7 @@ from ..models import LockEvent
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A key of a backend.
-
-    Attributes:
-        fences: Those of the holders who were looked at; (): nobody has said.
-    """
+    """A key of a backend, and the fences of the holders who were looked at; (): nobody has said."""
 
     backend: str
     key: str
@@ -33,11 +29,7 @@ class Target:
 
     @classmethod
     def of(cls, text: str) -> Target:
-        """Read what a form sent.
-
-        Raises:
-            InvalidArgument: It names no legal key, or no backend that there is.
-        """
+        """Read what a form sent; `InvalidArgument`: it names no legal key, or no backend."""
         pairs = parse_qsl(text, keep_blank_values=True)
         fields = dict(pairs)
         try:

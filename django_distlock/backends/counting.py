@@ -50,21 +50,13 @@ WHERE table_schema = %s AND table_name = %s
 
 
 def count_rows(store: FenceTable, *, locks: bool) -> Counts:
-    """Count what a backend has in its tables. Nothing is locked, and little is kept in memory.
-
-    Args:
-        locks: Whether its locks are rows as well.
-    """
+    """Count what a backend has in its tables; `locks`: those are rows too. Nothing is locked."""
     counts = _asked(store, lambda on: _count(store, on, locks=locks))
     return replace(counts, sizes=_asked(store, lambda on: _sizes(on, store)))
 
 
 def count_states(store: FenceTable, soon: float) -> tuple[States, Strain]:
-    """Count what is held by its state, or estimate it, and say where it is tight.
-
-    Args:
-        soon: Seconds within which a lease ends soon.
-    """
+    """Count what is held by its state, or estimate it, and say where it is tight."""
     return _asked(store, lambda on: _states(store, on, soon))
 
 
@@ -141,11 +133,7 @@ def _count(store: FenceTable, using: str, *, locks: bool) -> Counts:
 
 
 def _number(rows: models.QuerySet[Any], among: models.QuerySet[Any] | None = None) -> Count:
-    """Count rows.
-
-    Args:
-        among: Those that are looked at to find them; None: these.
-    """
+    """Count rows, or estimate them where there are many `among` which they have to be found."""
     if _is_many(rows if among is None else among):
         return Count(_expected(rows), is_exact=False)
     return Count(rows.count())

@@ -125,14 +125,7 @@ def counted(counts: object, kind: type[Counts | States]) -> dict[str, Any]:
 
 
 def every_record(store: BaseLockBackend, **filters: str) -> Iterator[Record]:
-    """Yield what is held, page by page.
-
-    Args:
-        filters: Those of `BaseLockBackend.list`.
-
-    Raises:
-        LockUsageError: The backend cannot list its locks.
-    """
+    """Yield what is held, page by page; the filters are those of `BaseLockBackend.list`."""
     cursor = None
     while True:
         page = store.list(cursor=cursor, limit=1000, **filters)

@@ -1,4 +1,7 @@
-"""Which sessions of PostgreSQL keep a key from being granted: by its fence, or by its number."""
+"""Which sessions of PostgreSQL keep a key from being granted: by its fence, or by its number.
+
+Tables are named by their callers, quoted and with their schema, and keys by their storage keys.
+"""
 
 from __future__ import annotations
 
@@ -84,12 +87,7 @@ ORDER BY a.xact_start, a.pid, 1, 2 LIMIT %s
 def postgresql_kept_keys(
     using: str, tables: Mapping[str, str], namespace: str, limit: int
 ) -> tuple[KeptKey, ...]:
-    """Return what transactions have locked, or wait for, the longest one first.
-
-    Args:
-        tables: Fence counters and secret, quoted and with their schema.
-        namespace: What the storage keys of this backend begin with.
-    """
+    """Return what transactions have locked, or wait for, the longest one first."""
     escaped = {what: name.replace("%", "%%") for what, name in tables.items()}
     with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
         rows = rows_of(using, _KEPT_KEYS.format(**escaped), namespace, limit)
@@ -100,12 +98,7 @@ def postgresql_kept_keys(
 
 
 def postgresql_keepers(using: str, salt: str, name: str) -> tuple[Session, ...]:
-    """Return the sessions whose transactions have locked a key, the longest one first.
-
-    Args:
-        salt: The table of the secret, quoted and with its schema.
-        name: The storage key.
-    """
+    """Return the sessions whose transactions have locked a key, the longest one first."""
     with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
         rows = rows_of(using, _KEEPERS.format(salt=salt.replace("%", "%%")), name)
     return tuple(_session(*row) for row in rows)
@@ -115,10 +108,6 @@ def postgresql_guards(using: str, fences: str, name: str) -> tuple[Session, ...]
     """Return the sessions that have the fence counter of a key locked, the longest one first.
 
     Nobody is waited for, and nothing is locked.
-
-    Args:
-        fences: The table of the fence counters, quoted and with its schema.
-        name: The storage key.
     """
     with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
         lockers = [xmax for (xmax,) in rows_of(using, _LOCKERS % table("fences"), name)]

@@ -97,11 +97,7 @@ class Listener:
         return watch is not None and watch.live and self._process == os.getpid()
 
     def ensure(self, bound: float) -> bool:
-        """Start to listen, and return whether wake-ups come.
-
-        Args:
-            bound: Seconds to wait for the subscription.
-        """
+        """Start to listen, and return whether wake-ups come, for which it waits `bound` seconds."""
         if self._process != os.getpid():
             # Not every server tells Python that it forks.
             self.forget()

@@ -38,11 +38,7 @@ class Turn:
 
 
 class Queues:
-    """The queues of one backend's keys, first come first served.
-
-    Args:
-        name_of: Returns what a key is called in the store, and here.
-    """
+    """The queues of one backend's keys, first come first served, by what the store calls them."""
 
     def __init__(self, name_of: Callable[[str], str] = str) -> None:
         self.name_of = name_of
@@ -101,11 +97,7 @@ class Queues:
             self.ring(turn.name)
 
     def ring(self, name: str) -> None:
-        """Wake whoever is first in the queue of a key: it became free, or may be.
-
-        Args:
-            name: The storage key, or that of a lease which shares the key.
-        """
+        """Wake whoever is first in the queue of a key, or of a lease's key: it may be free."""
         name = whole_name(name)
         while (first := self.front(name)) is not None and not first.ring():
             # Such as a task of an event loop that was closed: it must not strand the others.
@@ -150,10 +142,7 @@ class Queues:
     def rest(self, name: str, most: float) -> float:
         """Return the seconds to leave a key to those who waited when this process gave it up.
 
-        As long as it was held: whom nobody wakes asks as often as that.
-
-        Args:
-            most: Seconds at most.
+        As long as it was held, and `most` at most: whom nobody wakes asks as often as that.
         """
         if (noted := self._released_wanted.get(name)) is None:
             return 0.0

@@ -71,17 +71,7 @@ class FenceTable:
     supports_guard: bool
 
     def _use_database(self, using: str | None, *, apart: bool = False) -> str:
-        """Choose the database, and return its vendor.
-
-        Args:
-            using: Its alias; None: `default`, unless a router sends `HeldLock` elsewhere.
-            apart: See `LockConnections`.
-
-        Raises:
-            InvalidLockBackend: There is no such database, it is not supported, nobody has named
-                it where a router sends the tables elsewhere, or the key prefix is too long for its
-                tables.
-        """
+        """Choose the database and return its vendor, or refuse what cannot have the locks."""
         where = f"DISTLOCK[{self.alias!r}]"
         self.using: str = self._unnamed_database() if using is None else using
         vendor = self._vendor_of(self.using, "using")
@@ -118,11 +108,7 @@ class FenceTable:
         return DEFAULT_DB_ALIAS
 
     def _vendor_of(self, using: object, option: str) -> str:
-        """Return the vendor of the database that an option names.
-
-        Raises:
-            InvalidLockBackend: There is no such database.
-        """
+        """Return the vendor of the database that an option names, or refuse it."""
         where = f"DISTLOCK[{self.alias!r}]: {option}"
         if not isinstance(using, str) or not using:
             raise InvalidLockBackend(f"{where} must be a database alias, not {using!r}.")

@@ -19,12 +19,7 @@ THREADS = 32
 
 
 class CallThreads:
-    """Threads of a backend's own, where no other work delays a call.
-
-    Args:
-        name: What the threads' names start with.
-        prepare: Is called first in each thread.
-    """
+    """Threads of a backend's own, where no other work delays a call; `prepare` begins each."""
 
     def __init__(self, name: str, prepare: Callable[[], None]):
         self._name = name

@@ -28,12 +28,7 @@ REDIS = "django_distlock.backends.redis.RedisBackend"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a message is about, as its `obj`.
-
-    Attributes:
-        aliases: The backends; (): the project.
-        keys: Some of the keys.
-    """
+    """What a message is about, as its `obj`: backends, or the project, and some of the keys."""
 
     aliases: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
@@ -45,12 +40,7 @@ class Subject:
 def check_each(
     kind: type[B] | str, *, deploy: bool = False
 ) -> Callable[[Callable[[B], Iterable[checks.CheckMessage]]], Check]:
-    """Register a check of every backend of a kind, which its messages are about.
-
-    Args:
-        kind: A class, or the import path of one.
-        deploy: Whether `check --deploy` alone runs it.
-    """
+    """Register a check of every backend of a kind: of a class, or of one that a path leads to."""
 
     def registered(check: Callable[[B], Iterable[checks.CheckMessage]]) -> Check:
         def check_all(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:

@@ -85,11 +85,7 @@ class Queued:
 
     @classmethod
     def from_json(cls, data: object) -> Queued:
-        """Return what has travelled.
-
-        Raises:
-            InvalidArgument: It is something else.
-        """
+        """Return what has travelled, or refuse what has not."""
         try:
             since, times = cast("Any", data)
             return cls(float(since), int(times))
@@ -154,11 +150,7 @@ class Rules:
     def lock_of(
         self, key: str, task_id: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> JobLock:
-        """Return the lock of one job.
-
-        Args:
-            args: What `permits` is called with, where that is a function.
-        """
+        """Return the lock of one job; its arguments are for `permits`, where that is a function."""
         return for_call(self.lock, key, args, kwargs, task_id=task_id)
 
     def pause(self, queued: Queued, now: float) -> float | None:
@@ -253,11 +245,7 @@ def limits_of(
 
 
 def queued_again(error: Refusal, key: str, task_id: str, pause: float) -> Marker:
-    """Return the result of a job in whose place another one is in the queue, and say so.
-
-    Args:
-        key: The job's first, should the error not know which one was refused.
-    """
+    """Return the result of a job in whose place another one is in the queue, and say so."""
     key = error.key or key
     logger.info(
         "The job of %r is queued again as %s in %.1f s: %s",
@@ -296,11 +284,7 @@ def key_maker(
 
 
 def only_function(key: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a decorator is called with, unless a task is being run.
-
-    Raises:
-        InvalidArgument: These are the arguments of a task.
-    """
+    """Return what a decorator is called with, or refuse the arguments of a task that is run."""
     if len(args) == 1 and not kwargs and (callable(args[0]) or not callable(key)):
         return args[0]
     raise InvalidArgument(

@@ -50,11 +50,7 @@ def refuse_function(key: object, decorator: str, arguments: str = "…") -> None
 
 
 def require_function(function: object, decorator: str) -> None:
-    """Check that a decorator was given a function.
-
-    Raises:
-        InvalidArgument: It was given something else, such as what another decorator has made.
-    """
+    """Refuse what a decorator was given and is no function, such as what another one has made."""
     if not inspect.isfunction(function):
         raise InvalidArgument(
             f"{decorator} decorates a function, not {shown(function)}. Call it with its arguments,"

@@ -54,11 +54,7 @@ class Declaration:
     def of(
         cls, kind: Kind, key: str | bool | Callable[..., str], lock: Any, on_conflict: str
     ) -> Declaration:
-        """Return a declaration whose key is a template, or made by a function, or of all arguments.
-
-        Args:
-            key: What the decorator got for it; True: all arguments.
-        """
+        """Return a declaration whose key is a template, a function's, or True: of all arguments."""
         if isinstance(key, str):
             return cls(kind, key, lock, on_conflict)
         if isinstance(key, bool):

@@ -26,11 +26,7 @@ def by_name(value: object, *names: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON can carry of a value, and of all that is in it.
-
-    Raises:
-        TypeError: A token or a password is in it.
-    """
+    """Return what JSON can carry of a value, and of all that is in it; `TypeError`: a secret is."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Secret):

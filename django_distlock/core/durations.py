@@ -50,11 +50,7 @@ def number(value: object, name: str, *, minimum: float, maximum: float = math.in
 
 
 def seconds(value: object, name: str, *, minimum: float = 0.0, maximum: float = math.inf) -> float:
-    """Return a duration, a number of seconds or a `timedelta`, as seconds.
-
-    Raises:
-        InvalidArgument: Another type (`bool` included), NaN, infinity, or out of bounds.
-    """
+    """Return a duration, a number of seconds or a `timedelta`, as seconds: see `number`."""
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if (type(value) is float or type(value) is int) and minimum <= value <= maximum <= _MOST:

@@ -42,11 +42,7 @@ def next_fence(key: str, last: int, floor: datetime | None) -> int:
 
 
 def check_fence(key: str, fence: int) -> None:
-    """Warn before a key runs out of fences, and refuse the one behind the last.
-
-    Raises:
-        LockError: `fence` is above the maximum.
-    """
+    """Warn before a key runs out of fences, and refuse the one behind the last."""
     if fence > FENCE_MAX:
         raise LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
     if fence > FENCE_WARNING:

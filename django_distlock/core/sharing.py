@@ -23,11 +23,7 @@ Permits: TypeAlias = int | Callable[..., int]
 
 
 def validate_permits(permits: object, name: str = "permits") -> int:
-    """Return how many may hold a key at the same time; `name` is what messages call that.
-
-    Raises:
-        InvalidArgument: It is no int from 1 to `MAX_PERMITS`.
-    """
+    """Return how many may hold a key, from 1 to `MAX_PERMITS`; messages call that by `name`."""
     if type(permits) is bool or not isinstance(permits, int) or not 0 < permits <= MAX_PERMITS:
         raise InvalidArgument(
             f"{name} must be an int from 1 to {MAX_PERMITS:,}, not {shown(permits)}."

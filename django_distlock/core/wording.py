@@ -36,11 +36,7 @@ def is_seen(text: str) -> bool:
 
 
 def span(seconds: float | None, digits: int = 1) -> str:
-    """Return a duration in the two units that say most; "-": none.
-
-    Args:
-        digits: How exactly seconds are told, below a minute.
-    """
+    """Return a duration in the two units that say most, with `digits` of seconds; "-": none."""
     if seconds is None:
         return "-"
     if seconds < 60:

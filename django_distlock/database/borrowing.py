@@ -397,11 +397,7 @@ class LockConnections:
         return False
 
     def take(self, template: BaseDatabaseWrapper, user: Any) -> Own:
-        """Lend a connection of ours, for as long as `user` refers to something.
-
-        Raises:
-            NoConnectionFree: All were in use for a second.
-        """
+        """Lend a connection of ours, for as long as `user` lives; or raise `NoConnectionFree`."""
         if self._pid != os.getpid():
             for each in self._every:
                 keep_inherited(each.connection)

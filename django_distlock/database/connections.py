@@ -206,15 +206,7 @@ def is_free(connection: BaseDatabaseWrapper, *, single: bool) -> bool:
 def require_transaction(
     connection: BaseDatabaseWrapper, what: str = "guard()", instead: str = "use lease.atomic()"
 ) -> Any:
-    """Return the outermost block of `atomic()`, other than a `TestCase`'s.
-
-    Args:
-        what: What lasts until a transaction ends, for the message.
-        instead: What else to do.
-
-    Raises:
-        LockUsageError: None is open.
-    """
+    """Return the outermost block of `atomic()`, other than a `TestCase`'s; or refuse."""
     blocks = [
         each for each in connection.atomic_blocks if not getattr(each, "_from_testcase", False)
     ]
@@ -236,11 +228,7 @@ def older_snapshot(using: str) -> LockUsageError:
 
 
 class OpenTransaction:
-    """The outermost transaction of a connection, other than a `TestCase`'s.
-
-    Raises:
-        LockUsageError: None is open.
-    """
+    """The outermost transaction of a connection, other than a `TestCase`'s; there has to be one."""
 
     def __init__(self, connection: BaseDatabaseWrapper):
         block = require_transaction(connection)
@@ -402,21 +390,13 @@ def _opening_seconds(options: Mapping[str, Any]) -> Any:
 
 
 def bound_opening(own: BaseDatabaseWrapper, options: Mapping[str, Any]) -> None:
-    """Let a connection of our own be opened in the time that the call has.
-
-    Args:
-        options: What the project says.
-    """
+    """Let a connection of our own be opened in the time that the call has; see `own_connection`."""
     if own.vendor in ("postgresql", "mysql"):
         own.settings_dict["OPTIONS"]["connect_timeout"] = _opening_seconds(options)
 
 
 def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDatabaseWrapper:
-    """Return a connection of our own to the database of another one; it is not open yet.
-
-    Args:
-        defaults: `OPTIONS` where the project's settings say nothing else.
-    """
+    """Return a connection of our own to the same database, not open yet. Its own options win."""
     return type(template)(_own_settings(template, defaults), template.alias)
 
 
@@ -442,11 +422,7 @@ def _own_settings(template: BaseDatabaseWrapper, defaults: dict[str, Any]) -> _O
 
 
 def refuse_self_block(connection: BaseDatabaseWrapper) -> None:
-    """Refuse to wait for a writer of SQLite's that waits for us.
-
-    Raises:
-        LockUsageError: A transaction of this thread has the file of the locks.
-    """
+    """Refuse to wait for a writer of SQLite's that waits for us: this thread's transaction."""
     if connection.vendor != "sqlite":
         return
     for other in opened_here():

@@ -79,11 +79,7 @@ class TableConnections(LockConnections):
 
     @property
     def schema(self) -> str | None:
-        """The schema of the tables; on MySQL the database. None: names need none here.
-
-        Raises:
-            django.db.Error: A new connection cannot be opened.
-        """
+        """The schema of the tables; on MySQL the database. None: names need none here."""
         if (decided := self._known()) is not None:
             return decided[1]
         # One thread asks for all. Nobody relies on it: a signal may leave it locked.
@@ -142,11 +138,7 @@ def _names(quote: str) -> re.Pattern[str]:
 
 
 class _Naming:
-    """Puts a schema in front of our names in each statement.
-
-    Args:
-        schema: Its name, quoted.
-    """
+    """Puts a schema, quoted, in front of our names in each statement."""
 
     def __init__(self, schema: str):
         self._names = _names(schema[0])

@@ -134,11 +134,7 @@ def _column(model: type[models.Model], name: str, text: str) -> models.Field[Any
 
 @cache
 def template_of(model: type[models.Model]) -> KeyTemplate | None:
-    """Return the template of a fenced model; None: its rows may be written under any key.
-
-    Raises:
-        LockUsageError: It breaks a rule; the check `distlock.E002` says so before.
-    """
+    """Return the template of a fenced model; None: its rows may be written under any key."""
     text = getattr(model, "fence_key", None)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""Who may write a row, and what became of those who may not."""
+"""Who may write a row, and what became of those who may not: mostly a `LockUsageError`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from .rejecting import Fenced, reject, require_fence
 
 
 def key_fields(model: type[models.Model], by: Fenced) -> dict[str, Any]:
-    """Return what columns the rows of a lease's key have to have, by the model's `fence_key`.
-
-    Raises:
-        LockUsageError: The lease has no fence, or is of a key that no row belongs to.
-    """
+    """Return what columns the rows of a lease's key have to have, by the model's `fence_key`."""
     require_fence(by)
     template = template_of(model)
     if template is None:
@@ -42,11 +38,7 @@ def has_key(instance: models.Model, by: Fenced) -> bool:
 
 
 def require_key(instance: models.Model, by: Fenced) -> None:
-    """Refuse to write a row under the lease of another key.
-
-    Raises:
-        LockUsageError: It belongs to another key, or has no primary key yet that says to which.
-    """
+    """Refuse to write a row under the lease of another key."""
     fields, template = key_fields(type(instance), by), template_of(type(instance))
     if template is None:
         return
@@ -68,11 +60,7 @@ def require_key(instance: models.Model, by: Fenced) -> None:
 
 
 def refuse_without_lease(model: type[models.Model], what: str) -> None:
-    """Refuse a write without a lease where the model requires one.
-
-    Raises:
-        LockUsageError: It does.
-    """
+    """Refuse a write without a lease where the model requires one."""
     if getattr(model, "fence_required", False):
         raise LockUsageError(
             f"{model.__name__} can only be written under a lease (fence_required), and {what} has"

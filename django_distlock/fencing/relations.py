@@ -110,11 +110,7 @@ class ChildLink(_Link, ReverseOneToOneDescriptor):  # type: ignore[type-arg]
 
 
 def link(model: type[models.Model], field: Any) -> None:
-    """Let parent and child, which are one row in two tables, go on under one lease.
-
-    Args:
-        field: Links the model to its parent.
-    """
+    """Let parent and child, one row in two tables that a field links, go on under one lease."""
     setattr(model, field.name, ParentLink(field))
     # Django adds the parent's descriptor later, when the model is known.
     field.related_accessor_class = ChildLink

@@ -1,4 +1,7 @@
-"""The highest fence that was seen for a key: a row that is only ever raised."""
+"""The highest fence that was seen for a key: a row that is only ever raised.
+
+What takes `using`, and raises, does so as `see` does.
+"""
 
 from __future__ import annotations
 
@@ -83,37 +86,21 @@ def see(by: Fenced, using: str | None = None) -> int:
 
 
 def mark_of(key: str, using: str | None = None) -> int | None:
-    """Return the highest fence that was seen for a key; None: none was.
-
-    Args:
-        using: See `see`.
-
-    Raises:
-        InvalidArgument: The key breaks a rule.
-        LockUsageError, BackendUnavailable: See `see`.
-    """
+    """Return the highest fence that was seen for a key; None: none was."""
     key = stored_key(key)
     with _marks(key, using) as ours, ours.use(writes=False, single=True) as on:
         return _mark(ours, on, key)
 
 
 def seen_at(key: str, using: str | None = None) -> tuple[int, datetime] | None:
-    """Return the mark of a key, and when it was set or confirmed last; None: there is none.
-
-    Raises:
-        LockUsageError, BackendUnavailable: See `see`.
-    """
+    """Return the mark of a key, and when it was set or confirmed last; None: there is none."""
     key = stored_key(key)
     with _marks(key, using) as ours, ours.use(writes=False) as on:
         return SeenFence.objects.using(on).filter(pk=key).values_list("fence", "raised_at").first()
 
 
 def confirm_mark(key: str, fence: int, using: str | None = None) -> None:
-    """Write down that the mark of a key is this one now, unless it is another one.
-
-    Raises:
-        LockUsageError, BackendUnavailable: See `see`.
-    """
+    """Write down that the mark of a key is this one now, unless it is another one."""
     key = stored_key(key)
     with _marks(key, using) as ours, ours.use() as on:
         _write(on, key, fence, fence=fence)
@@ -124,13 +111,6 @@ def set_mark(key: str, fence: int, using: str | None = None) -> int | None:
 
     For operators, behind a fence that came by mistake. What is above the new mark passes again,
     stale or not.
-
-    Args:
-        using: See `see`.
-
-    Raises:
-        InvalidArgument: The key or the fence breaks a rule.
-        LockUsageError, BackendUnavailable: See `see`.
     """
     key, fence = stored_key(key), validate_fence(fence)
     with _marks(key, using) as ours:
@@ -154,11 +134,7 @@ def _marks(key: str, using: str | None) -> Iterator[TableConnections]:
 
 
 def _require_near(key: str, fence: int, mark: int) -> None:
-    """Refuse what would refuse all later fences.
-
-    Raises:
-        FenceJump: `fence` is too far above `mark`.
-    """
+    """Refuse what would refuse all later fences: what is too far above the mark."""
     jump = conf.fence_jump()
     if jump is not None:
         highest, rule = mark + jump, f"DISTLOCK_FENCE_JUMP of {jump}"

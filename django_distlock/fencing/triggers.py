@@ -129,11 +129,7 @@ class FenceTrigger(BaseConstraint):
         self.column = column
 
     def create_sql(self, model: Any, schema_editor: Any) -> Any:
-        """Return the statement that makes the trigger.
-
-        Raises:
-            NotSupportedError: There is none for this database.
-        """
+        """Return the statement that makes the trigger, or raise `NotSupportedError`."""
         connection = schema_editor.connection
         template = _TEMPLATES.get(connection.vendor)
         if template is None:
@@ -153,11 +149,7 @@ class FenceTrigger(BaseConstraint):
         return Statement(template, **self._parts(model, schema_editor))
 
     def constraint_sql(self, model: Any, schema_editor: Any) -> str:
-        """Let the trigger come behind the table, under the name that the table has by then.
-
-        Returns:
-            "", as nothing belongs into the statement that makes the table.
-        """
+        """Let the trigger come behind the table, with its name by then; "" goes into the table."""
         schema_editor.deferred_sql.append(self.create_sql(model, schema_editor))
         return ""
 

@@ -72,11 +72,7 @@ class History:
 
 
 def history() -> History | None:
-    """Count the events of the last hour by the minute, and those of the last day.
-
-    Returns:
-        None: the table of events cannot be read from here.
-    """
+    """Count the events of the last hour by minute, and those of the last day; None: unreadable."""
     model: type[LockEvent] = apps.get_model("django_distlock", "LockEvent")
     now = datetime.now(UTC)
     try:
@@ -96,11 +92,7 @@ def rare_kinds() -> list[str]:
 
 
 def times_of(event: object) -> tuple[float, float] | None:
-    """Return the seconds that a release was held and waited for; None: somebody spoiled it.
-
-    Args:
-        event: The details of an event.
-    """
+    """Return the seconds that a release was held and waited for; None: its details are spoiled."""
     if not isinstance(event, Mapping):
         return None
     try:

@@ -64,11 +64,7 @@ class KeptHere(LockError):
 
 @dataclass(slots=True)
 class Answered:
-    """What a store answered about a key that was asked for together with others.
-
-    Attributes:
-        sent_at: When it was asked, by its `monotonic`.
-    """
+    """What a store answered, asked at `sent_at` by its `monotonic`, about one of several keys."""
 
     token: str
     sent_at: float
@@ -559,11 +555,7 @@ def unclear(backend: BaseLockBackend, key: str, took: float) -> BackendUnavailab
 
 
 def refusal(key: str, wait: float | None, outcome: Contended, took: float = 0.0) -> LockNotAcquired:
-    """Return what a caller is told who waited in vain for `wait` seconds.
-
-    Args:
-        took: Seconds that the last answer took.
-    """
+    """Return what a caller is told who waited in vain; the last answer took so many seconds."""
     within = f"within {wait:g} s" if wait else "at once"
     waited = "by the last retry" if wait is None else within
     holder = outcome.holder

@@ -147,15 +147,7 @@ class Losses:
 
 
 def before_end(before: Duration | None, ttl: float | None, key: str) -> float:
-    """Return how many seconds before its end a lease is in danger.
-
-    Args:
-        before: None: a part of its ttl.
-        ttl: None: it has no expiry.
-
-    Raises:
-        InvalidArgument: Not below the ttl.
-    """
+    """Return how many seconds before its end a lease is in danger; None: a part of its ttl."""
     if before is None:
         before = 0.0 if ttl is None else ttl * DANGER_PART
     before = seconds(before, "before")

@@ -131,11 +131,7 @@ def template(lock: Lock) -> str:
 def around(
     function: Callable[P, T], block: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 ) -> Callable[P, T]:
-    """Return a function like this one, each call or await of which is inside of a block.
-
-    Args:
-        block: Returns what is entered, for the arguments of a call.
-    """
+    """Return a function like this one, each call or await of which is inside of its `block`."""
     if inspect.iscoroutinefunction(function):
 
         async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -155,13 +151,7 @@ def around(
 def for_call(
     lock: L, key: str | KeyTemplate, args: Sequence[Any], kwargs: Mapping[str, Any], **more: Any
 ) -> L:
-    """Return the lock of one call of what it decorates.
-
-    Args:
-        key: The key of that call, or what makes it.
-        args: The arguments, with which `permits` is called where it is a function.
-        kwargs: The same, by name.
-    """
+    """Return the lock of one call of what it decorates; `key` is that of the call, or makes it."""
     if isinstance(key, KeyTemplate):
         key = key.render(args, kwargs)
     permits = lock.permits

@@ -79,14 +79,7 @@ class Policy:
 
     @classmethod
     def of(cls, on_conflict: object, on_unavailable: object, *conflicts: str) -> Policy:
-        """Return a policy that was checked.
-
-        Args:
-            conflicts: Words for `on_conflict` beside "skip", "raise" and "run".
-
-        Raises:
-            InvalidArgument: A word is none of those that it may be.
-        """
+        """Return a policy that was checked; its conflicts: "skip", "raise", "run", and others."""
         choice("on_conflict", on_conflict, ("skip", *conflicts, "raise", "run"))
         choice("on_unavailable", on_unavailable, ("raise", "skip", "run"))
         return cls(str(on_conflict), str(on_unavailable))
@@ -165,12 +158,7 @@ def where_unavailable(error: BackendUnavailable, chosen: str) -> str:
 def skip(
     what: str, refusal: Refusal, backend: str, key: str, *, task: str | None = None
 ) -> dict[str, Any]:
-    """Say that work is skipped, and return what stands in place of its result.
-
-    Args:
-        what: The work, as the log calls it.
-        task: The id of a task.
-    """
+    """Say that work is skipped, as the log calls it; return what stands in place of its result."""
     level = logging.INFO if isinstance(refusal, LockNotAcquired) else logging.ERROR
     extra = log_fields("skipped", backend=backend, key=key, task=task, error=refusal)
     logger.log(level, "%s is skipped: %s", what, refusal, extra=extra)
@@ -179,11 +167,7 @@ def skip(
 
 
 def skipped(error: LockError, key: str | None = None) -> dict[str, Any]:
-    """Return what stands in place of the result of skipped work: JSON.
-
-    Args:
-        key: The key, should the error not know it.
-    """
+    """Return what stands in place of the result of skipped work, as JSON can carry it."""
     holder = getattr(error, "holder", None)
     known = ("host", "pid", "task_id")
     return {
@@ -195,11 +179,7 @@ def skipped(error: LockError, key: str | None = None) -> dict[str, Any]:
 
 
 def choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Check that an argument is one of the words it may be.
-
-    Raises:
-        InvalidArgument: It is not. The message names all of them.
-    """
+    """Refuse an argument that is none of the words it may be; the message names all of them."""
     if value not in choices:
         known = ", ".join(f'"{each}"' for each in choices)
         raise InvalidArgument(f"{name} must be one of {known}, not {shown(value)}.")

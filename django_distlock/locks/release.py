@@ -61,11 +61,7 @@ class Release:
         return answer or self._was_not_held(strict=strict, was_told=was_told)
 
     def _was_not_held(self, *, strict: bool, was_told: bool) -> bool:
-        """Return False, and say so if the lease was lost: raise that, if `strict`.
-
-        Args:
-            was_told: Whether the log has it from before.
-        """
+        """Return False, and log a loss unless that `was_told`; or raise it, if `strict`."""
         holding = self.holding
         if holding.pid == os.getpid() and holding.is_lost:
             try:

@@ -81,11 +81,7 @@ class Keeper(Protocol):
 
 
 class Holding:
-    """One holding of a key, from its grant to its end.
-
-    Args:
-        granted: The grant, and by when its holder must have stopped.
-    """
+    """One holding of a key, from its grant to its end."""
 
     #: Whether this process tells what becomes of it; not of what a test lets somebody else hold.
     tells = True
@@ -426,11 +422,7 @@ class Holding:
     # The loss
 
     def report_lost(self, cause: str, *, by_timer: bool = False) -> None:
-        """Tell that the lease is lost, unless that has been told.
-
-        Args:
-            by_timer: Let those who are told take their time in a thread of their own.
-        """
+        """Tell that the lease is lost, unless that has been told; a timer lets a thread do so."""
         if not self.losses.claim():
             return
         self.losses.cancel()

@@ -79,11 +79,7 @@ class Times:
 
     @staticmethod
     def of(taken: Sequence[int]) -> Times:
-        """Return the figures of single operations.
-
-        Args:
-            taken: Nanoseconds of each, at least one.
-        """
+        """Return the figures of single operations, of at least one, in nanoseconds each."""
         seconds = [each / 1e9 for each in taken]
         cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(taken) > 1 else []
         return Times(
@@ -104,14 +100,7 @@ class Pair(Times):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(Document):
-    """What was found about a backend.
-
-    Attributes:
-        backend: Its alias.
-        woken: Whether the store wakes who waits.
-        pair: None: that was not asked for.
-        handoff: The same.
-    """
+    """What was found about a backend; None: that was not asked for. `woken`: its waiters are."""
 
     backend: str
     woken: bool
@@ -127,12 +116,7 @@ class Bench:
         self._plan = plan
 
     def run(self) -> Measured:
-        """Measure. What stays are the fence counters of its keys.
-
-        Raises:
-            LockNotAcquired: Another bench of this backend is running.
-            LockError: The store is unavailable, or refused.
-        """
+        """Measure, unless another bench of this backend runs. Its fence counters stay."""
         with self._lock(RUN, wait=0):
             return Measured(
                 backend=self._store.alias,
@@ -167,11 +151,7 @@ class Bench:
                 waiter.submit(connections.close_all).result()
 
     def _hand_over(self, waiter: ThreadPoolExecutor) -> int:
-        """Release a key that another thread waits for.
-
-        Returns:
-            The nanoseconds from before the release to behind the grant.
-        """
+        """Release a key that another thread waits for; return the nanoseconds until its grant."""
         begun = threading.Event()
         with self._lock(HAND_OFF):
             granted_at = waiter.submit(self._wait, begun)

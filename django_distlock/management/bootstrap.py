@@ -124,11 +124,7 @@ def _passing(using: str, error: Error) -> str | None:
 
 
 def _refuse_unless_made(using: str, error: Error) -> None:
-    """Continue where somebody else made the tables, and Django has not been told.
-
-    Raises:
-        LockError: There are none.
-    """
+    """Continue where somebody else made the tables, and Django has not been told; or refuse."""
     needed = {table(name) for name in ("locks", "fences", "events")}
     if not needed <= {*connections[using].introspection.table_names()}:
         raise LockError(f"The lock tables cannot be created in {using!r}: {error}") from error

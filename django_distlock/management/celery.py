@@ -9,11 +9,7 @@ from ..core.errors import LockUsageError
 
 
 def app_and(name: str) -> tuple[Any, Any]:
-    """Return a module of `contrib.celery`, and the app of the project.
-
-    Raises:
-        LockUsageError: There is no Celery here, or no app.
-    """
+    """Return a module of `contrib.celery`, and the app of the project; or refuse: there is none."""
     try:
         module = import_module(f"django_distlock.contrib.celery.{name}")
         declaring = import_module("django_distlock.contrib.celery.declaring")

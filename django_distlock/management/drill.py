@@ -42,12 +42,7 @@ class Promise:
 
 
 def refuse_impossible(store: BaseLockBackend) -> None:
-    """Refuse a backend on which there is nothing to see, before any process is started.
-
-    Raises:
-        LockError: The store is unavailable, or refuses.
-        LockUsageError: It is one, or processes cannot be stopped here.
-    """
+    """Refuse a backend on which there is nothing to see, before any process is started."""
     if not hasattr(signal, "SIGSTOP"):
         raise LockUsageError("This operating system cannot suspend and resume a process.")
     if not store.supports_ttl:
@@ -101,12 +96,7 @@ class Drill:
         }
 
     def run(self) -> None:
-        """Let it happen. What it leaves is the fence counter of its key, and events.
-
-        Raises:
-            Stuck: The other process did not do what it was to do.
-            LockError: The store is unavailable, or refused.
-        """
+        """Let it happen. What it leaves is the fence counter of its key, and events."""
         with ExitStack() as stack:
             stack.callback(leave_nothing, self._store, self._key, self._target)
             late = stack.enter_context(Late(self._store.alias, self._key, LIMIT))

@@ -106,12 +106,7 @@ def violations(turns: Iterable[Turn]) -> list[str]:
 
 
 class Toiler(Other):
-    """A process that locks and writes, over and over, and reports. See `toil`.
-
-    Attributes:
-        turns: Of its leases.
-        steps: How often it has said what.
-    """
+    """A process that locks and writes, over and over, and reports: see `toil`."""
 
     def __init__(self, alias: str, prefix: str, seed: int, limit: float):
         self.turns: list[Turn] = []
@@ -185,12 +180,7 @@ class Endurance:
         self._targets = _targets(store, prefix)
 
     def run(self) -> None:
-        """Let it happen. What it leaves are the fence counters of its keys, and events.
-
-        Raises:
-            Stuck: A process ended by itself.
-            LockError: The store is unavailable, or refused.
-        """
+        """Let it happen. What it leaves are the fence counters of its keys, and events."""
         with ExitStack() as stack:
             for key, target in self._targets.items():
                 stack.callback(leave_nothing, self._store, key, target)

@@ -27,11 +27,7 @@ _MARK = f"{COMMAND}: "
 
 
 class Stuck(Exception):
-    """The other process did not do what it was to do.
-
-    Attributes:
-        status: What it has ended with; None: it was ended.
-    """
+    """The other process did not do what it was to do; `status`: its end, None: it was ended."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -39,12 +35,7 @@ class Stuck(Exception):
 
 
 class Other:
-    """Another process that runs this command. Leaving its block ends it, whatever it is doing.
-
-    Args:
-        arguments: The command's.
-        limit: Seconds that it lives at most.
-    """
+    """Another process that runs this command. Leaving its block ends it, as do `limit` seconds."""
 
     def __init__(self, arguments: Sequence[str], limit: float):
         # A group apart from the terminal's: Ctrl-C is for us, who then end it. And if we end first,
@@ -97,22 +88,14 @@ class Other:
 
 
 class Late(Other):
-    """A process that takes a lock, and writes when it is told to.
-
-    Attributes:
-        fence: That of its lease.
-    """
+    """A process that takes a lock, and writes under its fence when it is told to."""
 
     def __init__(self, alias: str, key: str, limit: float):
         self.fence: int | None = None
         super().__init__(["--backend", alias, "--late", key], limit)
 
     def wait_for(self, *steps: str) -> dict[str, Any]:
-        """Return what it says when it has come to one of these steps.
-
-        Raises:
-            Stuck: It ended before.
-        """
+        """Return what it says when it has come to one of these steps; `Stuck`: it ended before."""
         for said in self.said():
             if said["step"] in steps:
                 self.fence = said["fence"]

@@ -19,11 +19,7 @@ _OVER = "over"
 
 
 class Leash:
-    """Ends a program should this process end first.
-
-    Args:
-        grace: Seconds between TERM and KILL.
-    """
+    """Ends a program should this process end first: by TERM and, `grace` seconds later, by KILL."""
 
     def __init__(self, grace: float):
         # Not reached by what is sent to this process's group, or typed at its terminal.

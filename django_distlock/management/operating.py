@@ -157,12 +157,7 @@ def status_of(error: Exception) -> int:
 def ask_each(
     backends: Collection[str] | None, failures: list[Failure], ask: Callable[[BaseLockBackend], T]
 ) -> list[T]:
-    """Return the answers of backends whose locks other processes see.
-
-    Args:
-        backends: Aliases; None: all of them.
-        failures: Takes what could not be asked.
-    """
+    """Return the answers of backends whose locks other processes see; None: ask all of them."""
     found: list[T] = []
     for alias in lock_backends if backends is None else dict.fromkeys(backends):
         try:
@@ -176,11 +171,7 @@ def ask_each(
 
 
 def refuse_memory(alias: str) -> None:
-    """Refuse a backend of which this process sees nothing.
-
-    Raises:
-        LockUsageError: Its locks are in the memory of other processes.
-    """
+    """Refuse a backend of which this process sees nothing: others keep its locks in memory."""
     if not lock_backends[alias].distributed:
         raise LockUsageError(in_memory(alias).message)
 
@@ -237,11 +228,7 @@ def add_reason(parser: CommandParser) -> None:
 
 
 def duration(text: str | timedelta) -> float:
-    """Return what a number of seconds says on a command line.
-
-    Raises:
-        ArgumentTypeError: It is none.
-    """
+    """Return what a number of seconds says on a command line."""
     try:
         return seconds(number_of(text), "a duration")
     except ValueError:

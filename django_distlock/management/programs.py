@@ -38,11 +38,7 @@ _TYPED = {signal.SIGINT, getattr(signal, "SIGQUIT", None), _STOP}
 
 
 def find(name: str) -> str:
-    """Return the path of a program, as a shell would find it.
-
-    Raises:
-        CommandError: There is none (127), or it cannot be run (126).
-    """
+    """Return the path of a program, as a shell would find it; or end with status 126 or 127."""
     found = shutil.which(name)
     if found is not None:
         return found
@@ -119,11 +115,7 @@ class Program:
             os.close(failed)
 
     def let_go(self) -> None:
-        """Let it run.
-
-        Raises:
-            CommandError: The system cannot run it (126, 127).
-        """
+        """Let it run; or end with 126 or 127: the system cannot run it."""
         if self._gate is None:
             return
         tell, failure = self._gate

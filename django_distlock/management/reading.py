@@ -34,20 +34,12 @@ class ReadingCommand(BaseCommand):
 
 
 def number_of(value: str | timedelta, unit: timedelta = timedelta(seconds=1)) -> float:
-    """Return a number that is written, or of how many units a `timedelta` is.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return a number that is written, or of how many units a `timedelta` is; else `ValueError`."""
     return value / unit if isinstance(value, timedelta) else float(value)
 
 
 def between(least: float, most: float, unit: str) -> Callable[[str | timedelta], float]:
-    """Return what reads a number within bounds from a command line.
-
-    Args:
-        unit: What is counted, as `timedelta` calls it.
-    """
+    """Return what reads a number within bounds from a command line, in a unit of a `timedelta`."""
 
     def read(text: str | timedelta) -> float:
         with suppress(ValueError):

@@ -64,14 +64,7 @@ def every_page(cursor: str | None, **asked: Any) -> Iterator[LockPage]:
 def stream_json(
     out: _Output, pages: Iterable[LockPage], failures: Iterable[Failure]
 ) -> tuple[Failure, ...]:
-    """Print the document that one page would be, of one or many.
-
-    Args:
-        failures: Those that are known before.
-
-    Returns:
-        What could not be asked.
-    """
+    """Print the document that one page would be, of one or many; return what could not be asked."""
     failed, before = [*failures], "\n"
     # Asked for first: what was asked wrongly is an error, and no beginning of a document.
     coming = iter(pages)

@@ -29,12 +29,7 @@ class TableTarget:
         self.name = f"the table {SeenFence._meta.db_table} in the database {using!r}"
 
     def write(self, by: Fenced) -> None:
-        """Write: the fence is compared in the statement that writes.
-
-        Raises:
-            FenceRejected: Somebody with a higher fence has written.
-            LockError: It cannot be written.
-        """
+        """Write, by a statement that compares the fence; `FenceRejected`: a higher one has."""
         with vendors.translated(self._using):
             mark = see(by, self._using)
         if mark > by.fence:

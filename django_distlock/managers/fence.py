@@ -92,9 +92,6 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
 
         Only others who look are waited for. Whoever else locks the row, for as long as a statement
         waits, say, does not share it.
-
-        Args:
-            fences: The table of the fence counters, quoted and with its schema.
         """
         store, is_shared = self._store, False
         try:

@@ -403,11 +403,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         now: datetime,
         before: Sequence[HeldLock],
     ) -> Grant:
-        """Write the record of a grant in the place of the one that is over, if there is one.
-
-        Args:
-            before: The rows that go for it.
-        """
+        """Write the record of a grant, in the place of the rows that go for it."""
         self._store.make_durable()
         replaced = [row.as_record() for row in before if row.is_live(now)]
         record, holder = attempt.record(fence, now, replaced), attempt.holder
@@ -427,11 +423,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         return attempt.grant(fence, now, lease_ends(now, attempt.ttl)[0])
 
     def _mark_wanted(self, row: HeldLock, bound: float) -> HeldLock | None:
-        """Ask for a wake-up at the end of this grant.
-
-        Returns:
-            The row as of the mark; None: it ended or was marked meanwhile.
-        """
+        """Ask for a wake-up at the end of a grant; return its row. None: it ended, or is marked."""
         with self._store.short_transaction(bound):
             marked = self.filter(pk=row.pk, token=row.token, wanted=False).update(wanted=True)
             return only(self.filter(pk=row.pk)) if marked else None

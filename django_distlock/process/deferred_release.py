@@ -346,13 +346,9 @@ def defer_for(
 
 
 def waiting_release(name: tuple[str, str], thread: int | None = None) -> Deferred | None:
-    """Return the release of this name that waits for a transaction of this thread: see `home`.
+    """Return the release of this name that waits for a transaction of a thread: see `home`.
 
     Of several, one that another block goes on with, if there is any.
-
-    Args:
-        name: Backend and key.
-        thread: Another one.
     """
     return min(waiting_releases(name, thread), key=lambda each: each.has_window, default=None)
 

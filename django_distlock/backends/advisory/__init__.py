@@ -160,12 +160,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         return self._holdings.of_token(grant.token) is holding
 
     def most_sessions(self) -> int:
-        """Open a session, and return how many the server takes from everybody together.
-
-        Raises:
-            LockUsageError: A pooler stands in between.
-            BackendUnavailable: The server is unavailable.
-        """
+        """Open a session, and return how many the server takes from everybody together."""
         session = self._taken(None)
         if session is not None:
             self._sessions.put_back(session)

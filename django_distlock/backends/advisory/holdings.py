@@ -23,13 +23,7 @@ Pong: TypeAlias = tuple[datetime, datetime | None] | Unknown | Error | None
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """A lease and the session that holds it.
-
-    Attributes:
-        name: The storage key.
-        number: The number of its advisory lock.
-        record: What this process knows about it, the token included.
-    """
+    """A lease: its session, the number of its advisory lock, and what this process knows of it."""
 
     name: str
     number: int

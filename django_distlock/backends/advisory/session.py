@@ -96,11 +96,7 @@ class Session:
         self.durable = "remote_apply" if first[1] == "remote_apply" else "on"
 
     def ask(self, statement: str, *arguments: object) -> Row:
-        """Run a prepared statement; return its one row.
-
-        Raises:
-            NoAnswer: The server has not answered in time. The session is closed.
-        """
+        """Run a prepared statement; return its one row, or close the session by `NoAnswer`."""
         try:
             self.send(statement, *arguments)
             return self.receive(budgets.end(ANSWER_SECONDS))
@@ -117,20 +113,12 @@ class Session:
             self._flush(budgets.end(ANSWER_SECONDS))
 
     def receive(self, until: float) -> Row:
-        """Return the one row of what was sent.
-
-        Raises:
-            NoAnswer: It has not come until then (`time.monotonic`). It may still: see `catch_up`.
-        """
+        """Return the one row of what was sent; `NoAnswer`: it has not come yet, see `catch_up`."""
         with self._errors():
             return self._receive(until)[0]
 
     def catch_up(self, until: float) -> None:
-        """Take the answer that came too late for who asked.
-
-        Raises:
-            NoAnswer: It has not come until then.
-        """
+        """Take the answer that came too late for who asked; `NoAnswer`: it has not come yet."""
         if self.awaits:
             with self._errors():
                 # There may be none: whoever asked was interrupted when it had taken it.

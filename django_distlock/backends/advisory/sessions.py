@@ -21,11 +21,7 @@ _LOOK_SECONDS = 0.05
 
 
 class AllInUse(Exception):
-    """There may be no more sessions.
-
-    Args:
-        all_hold: Whether each of them holds a lock.
-    """
+    """There may be no more sessions; `all_hold`: each of them holds a lock."""
 
     def __init__(self, *, all_hold: bool):
         super().__init__()

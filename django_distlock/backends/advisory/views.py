@@ -184,10 +184,6 @@ class SessionViews(FenceTable):
 
 
 def table_names(tables: TableConnections) -> tuple[str, str, str]:
-    """Return the names of the tables that `Statements` are about, quoted and with their schema.
-
-    Raises:
-        django.db.Error: The schema cannot be asked for.
-    """
+    """Return the names of the tables that `Statements` are about, quoted and with their schema."""
     session, salt = (tables.named(side_table(each)) for each in ("session", "salt"))
     return tables.name("fences"), session, salt

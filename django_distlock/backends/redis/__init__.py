@@ -274,11 +274,7 @@ class RedisBackend(BaseLockBackend):
     def records_on(
         self, line: ThreadLines, names: Sequence[str]
     ) -> list[Record | Unreadable | None]:
-        """Return what one server has of these locks, in their order; None: not held.
-
-        Args:
-            names: As they are called behind the role.
-        """
+        """Return what one server has of these locks, in their order; None: not held."""
         again = lambda lock: self._run(self._reading(lock), held)  # noqa: E731
         return self.store.live_records(line, [self._at("lock", name) for name in names], again)
 
@@ -363,11 +359,7 @@ class RedisBackend(BaseLockBackend):
             ) from error
 
     def mark_data(self) -> tuple[int, datetime]:
-        """Mark this data, unless it is marked; return the mark, and when it was made.
-
-        Raises:
-            LockError: See `data_mark`.
-        """
+        """Mark this data, unless it is marked; return the mark, and when it was made."""
         while (found := self.data_mark()) is None:
             mark = f"{1 + secrets.randbelow(FENCE_MAX)} {to_microseconds(self._time())}"
             self.store.command("SET", self._data_mark_at, mark, "NX")
@@ -488,11 +480,7 @@ def _tagged(prefix: str, key: str) -> str:
 
 
 def _read(read: Callable[[str], T], answer: str, question: Call) -> T:
-    """Read an answer.
-
-    Raises:
-        LockError: It is about a record that somebody has spoiled.
-    """
+    """Read an answer; `LockError`: it is about a record that somebody has spoiled."""
     try:
         return read(answer)
     except LockError:

@@ -232,11 +232,7 @@ def database_of(client: Any) -> tuple[Any, ...] | None:
 
 
 def from_cache(alias: object) -> Callable[[], Any]:
-    """Return what gives the client of a cache.
-
-    Raises:
-        InvalidLockBackend: There is no such cache, or it is not on one Redis server.
-    """
+    """Return what gives the client of a cache, which has to be on one Redis server."""
     try:
         cache: Any = caches[alias]  # type: ignore[index]
     except (InvalidCacheBackendError, TypeError, AttributeError) as error:

@@ -53,11 +53,7 @@ def count_keys(store: RedisBackend) -> Counts:
 
 
 def sampled_states(store: RedisBackend, soon: float) -> tuple[States, Strain]:
-    """Count what is held by its state, in a sample, and say what that is of the whole.
-
-    Args:
-        soon: Seconds within which a lease ends soon.
-    """
+    """Count what is held by its state, in a sample, and say what that is of the whole."""
     now = store.clock()
     found: Counter[str] = Counter()
     is_whole = True

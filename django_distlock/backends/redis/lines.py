@@ -44,11 +44,7 @@ class Call(NamedTuple):
     indexes: Sequence[str] = ()
 
     def command(self, *, whole: bool = False) -> tuple[str, ...]:
-        """Return the command that calls the script.
-
-        Args:
-            whole: Bring the script along, for a server that does not know it.
-        """
+        """Return the command that calls the script; `whole`: for a server that does not know it."""
         keys = (*self.keys, *self.indexes)
         what = ("EVAL", self.script.text) if whole else ("EVALSHA", self.script.digest)
         return (*what, str(len(keys)), *keys, *self.arguments)

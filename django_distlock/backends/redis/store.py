@@ -87,21 +87,12 @@ class RedisStore:
             return isinstance(self.client, redis.RedisCluster)
 
     def ask(self, call: Call, key: str | None = None) -> str:
-        """Call a script.
-
-        Raises:
-            BackendUnavailable: The server is unavailable.
-            LockError: The server refused.
-        """
+        """Call a script; raises `BackendUnavailable`, or a `LockError` where the server refuses."""
         with self._asking(key) as lines:
             return text(lines.ask(call), _IN_JSON)
 
     def ask_all(self, calls: Sequence[Call]) -> list[str | LockError]:
-        """Call scripts in one round trip to each server; give answers, and errors in their places.
-
-        Raises:
-            BackendUnavailable: No server answered.
-        """
+        """Call scripts in one round trip to each server; give answers, errors in their places."""
         if not calls:
             return []
         with self._asking() as lines:
@@ -179,9 +170,6 @@ class RedisStore:
         """Give about so many names of keys, by server, and for how many keys each of them stands.
 
         A scan goes through a table of hashes, so what comes first is as good as any other part.
-
-        Args:
-            listing: See `walk`.
         """
         with self._asking() as lines:
             servers = lines.servers()

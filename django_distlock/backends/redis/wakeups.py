@@ -74,11 +74,7 @@ class Subscription:
 
 
 def subscribed(lines: ThreadLines | ClusterLines, channel: str) -> Subscription:
-    """Subscribe to a channel, on whichever server answers.
-
-    Raises:
-        NoWakeUps: The user may not subscribe to it.
-    """
+    """Subscribe to a channel, on whichever server answers; `NoWakeUps`: the user may not."""
     servers = lines.servers()
     # Not every process to the same server of a cluster.
     random.shuffle(servers)

@@ -83,14 +83,7 @@ class Sending:
 
 
 def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **options: Any) -> Any:
-    """Queue a call in a place of the backlog, or do what the terms say where that is full.
-
-    Args:
-        send: Queues it.
-
-    Raises:
-        LockNotAcquired: It is full, with the code "backlog_full".
-    """
+    """Queue a call in a place of the backlog, or do what the terms say where that is full."""
     terms = sending.terms
     place = terms.place_of(sending.call, task_id)
     send = partial(send, task_id=task_id)
@@ -124,12 +117,7 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
 
 
 def is_replaced(place: JobLock, number: int) -> bool:
-    """Whether a call has nothing to do: it found no place, or a later one has its place.
-
-    Args:
-        place: From `Terms.place_of`.
-        number: What the header says.
-    """
+    """Whether a call has nothing to do: it found no place, or a later one has its place."""
     store = lock_backends[place.backend]
     return number == 0 or store.notes.get(_note(place.task_id)) == number
 

@@ -205,13 +205,7 @@ class Marks:
 
 
 def mark_key(key: str, name: object) -> str:
-    """Return the key of an entry's mark.
-
-    Args:
-        key: Of the leadership.
-        name: Of the entry: any text, or a number. Where a key cannot have it, its hash stands for
-            it.
-    """
+    """Return the key of an entry's mark; a hash stands for a name that no key can have."""
     # Without colons in the last part, no two pairs make one key.
     key = OWN_MARKER + key.removeprefix(OWN_MARKER)
     text = f"{key}:sent:{str(name).replace('%', '%25').replace(':', '%3A')}"

@@ -61,11 +61,7 @@ def begin(lock: JobLock, number: int) -> bool:
 
 
 def free(lock: JobLock, fence: int) -> None:
-    """Give back a claim that is still that of a message. What has changed hands stays.
-
-    Args:
-        fence: What the task's message says that it has.
-    """
+    """Give back a claim that still has the fence of a message. What has changed hands stays."""
     store = lock_backends[lock.backend]
     claims = (
         each

@@ -126,11 +126,7 @@ def _end_queued(request: Any) -> None:
 
 
 def free_claims(task: Any, request: Any) -> None:
-    """Let a task be queued again that is over, and has taken nothing over from the queue.
-
-    Raises:
-        BackendUnavailable: The store is unavailable, or a transaction is in the way.
-    """
+    """Let a task be queued again that is over, and has taken nothing over from the queue."""
     terms, fences = terms_of(task), _claims_of(request)
     if terms is None or not fences:
         return

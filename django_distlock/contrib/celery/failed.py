@@ -45,11 +45,7 @@ _WORDS: Final = leftovers.Words(
 
 
 def keep(delivery: Delivery, backend: str, key: str) -> None:
-    """Keep a task that has failed: now, or as soon as the database answers.
-
-    Args:
-        key: The key that it did not get; "": not known.
-    """
+    """Keep a task that has failed: now, or as soon as the database answers; "": no key is known."""
     task, request = delivery.task, delivery.request
     using = router.db_for_write(_model())
     if connections[using].vendor not in vendors.VENDORS:
@@ -67,11 +63,7 @@ def keep(delivery: Delivery, backend: str, key: str) -> None:
 
 
 def failed(*, sent: bool) -> list[FailedTask]:
-    """Return the tasks that were kept, the first to fail first.
-
-    Args:
-        sent: Also those that were sent again.
-    """
+    """Return the tasks that were kept, the first to fail first; `sent`: also those sent again."""
     using = router.db_for_write(_model())
     rows = _model().objects.using(using).order_by("failed_at", "pk")
     with vendors.translated(using):

@@ -112,11 +112,7 @@ def _send_unique(
     task_id: str,
     **options: Any,
 ) -> Any:
-    """Queue a call unless one like it is queued or running.
-
-    Args:
-        again: Sends it as a later call, with its options.
-    """
+    """Queue a call unless one like it is queued or running; `again` sends it as a later call."""
     task, terms = sending.task, sending.terms
     lock = terms.unique_of(sending.call, task_id)
     assert lock is not None  # noqa: S101 - there is a unique key
@@ -262,11 +258,7 @@ def take(lock: JobLock, delivery: Delivery) -> Lease:
 
 
 def keep(lease: Lease, terms: Terms, when: object) -> None:
-    """Leave a unique key to the retry or the replacement of its task.
-
-    Args:
-        when: Seconds until then, or the time.
-    """
+    """Leave a unique key to the retry or the replacement of its task, in seconds or at a time."""
     store = lock_backends[lease.backend]
     try:
         grant = lease._holding.grant

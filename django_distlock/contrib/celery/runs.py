@@ -321,11 +321,7 @@ class Run:
         return self._body()
 
     def _refuse_if_finished(self, patience: float) -> None:
-        """End a delivery that was run before, as if it had never come.
-
-        Args:
-            patience: Seconds to wait for the note of a run that was seen, and is no more.
-        """
+        """End a delivery that was run before; have patience for the note of a run that was seen."""
         delivery = self._delivery
         if not (self._terms.redelivery_window and delivery.is_acked_late):
             return
@@ -446,11 +442,7 @@ def _overrides(task: Any, terms: Terms) -> bool:
 
 
 def require_base(task: Any) -> None:
-    """Refuse `unique` and `max_queued` where nobody sees that the task is queued.
-
-    Raises:
-        LockUsageError: Its base is not `LockedTask`.
-    """
+    """Refuse `unique` and `max_queued` where nobody sees that the task is queued."""
     if not getattr(type(task), "distlock_base", False):
         terms = terms_of(task)
         what = "is unique" if terms is None or terms.unique else "has max_queued"

@@ -94,11 +94,7 @@ class OneLeader:
         super().setup_schedule()  # type: ignore[misc]
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
-        """Send one entry that is due, or wait until there is something to do: if this one leads.
-
-        Returns:
-            Seconds to sleep until the next call.
-        """
+        """Send one entry that is due, if this one leads; return the seconds until the next call."""
         with self._busy():
             try:
                 if not self._leads():
@@ -130,11 +126,7 @@ class OneLeader:
         return super().is_due(entry)  # type: ignore[misc]
 
     def reserve(self, entry: Any) -> Any:
-        """Mark an entry as sent, just before it is.
-
-        Raises:
-            Moved: Another beat has sent it.
-        """
+        """Mark an entry as sent, just before it is; `Moved`: another beat has sent it."""
         # Who has to wait for the broker does so before the mark.
         _ = self.producer
         try:

@@ -48,12 +48,7 @@ REDELIVERY_WINDOW: Final = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one call, as the body gets them.
-
-    Attributes:
-        task: The task's name.
-        args: With the task itself in front, if it is bound.
-    """
+    """The arguments of one call, as the body gets them: with the task in front, if it is bound."""
 
     task: str
     args: tuple[Any, ...]

@@ -35,11 +35,7 @@ class Asking(Generic[T]):
         self._asked_at = self._answered_at = 0.0
 
     def ask(self, max_age: float) -> tuple[Future[T], float]:
-        """Return what has the answer, or will have it, and when that was asked for.
-
-        Args:
-            max_age: Seconds since when it may be known.
-        """
+        """Return what has an answer, not older than this, or will; and when it was asked."""
         with self._mutex:
             asked, is_ours = self._asked, self._pid == os.getpid()
             is_new = time.monotonic() - self._answered_at <= max_age

@@ -98,12 +98,7 @@ class Counted:
 
 
 def health(*, max_age: float = MAX_AGE, patience: float = PATIENCE) -> dict[str, Health]:
-    """Say of each configured store whether it answers, all within `patience` seconds.
-
-    Args:
-        max_age: Seconds since when it may be known.
-        patience: Seconds, of all of them together.
-    """
+    """Say of each configured store whether it answers, all within `patience` seconds."""
     answers = ask_each(_look, max_age=max_age, patience=patience)
     return {alias: each or Health("timeout") for alias, each in answers.items()}
 

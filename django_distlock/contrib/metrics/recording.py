@@ -187,12 +187,7 @@ class Recorder(Hearer):
 
 
 def outcome_of(cause: object, wait: float | None) -> str:
-    """Return the `outcome` of an acquire that got no grant.
-
-    Args:
-        cause: What the signal says.
-        wait: Seconds that it would have waited at most.
-    """
+    """Return the `outcome` of an acquire that got no grant within the seconds of its `wait`."""
     if isinstance(cause, LockNotAcquired):
         if cause.holder is not None and cause.holder.leads:
             return "standby"

@@ -183,9 +183,5 @@ def milliseconds(bound: float) -> int:
 
 
 def no_secret(salt: str) -> OperationalError:
-    """Return why nothing can be locked where the secret of the numbers is gone.
-
-    Args:
-        salt: The table that it was in.
-    """
+    """Return why nothing can be locked where the secret of the numbers is gone from its table."""
     return OperationalError(f"The table {salt} is empty: run manage.py migrate.")

@@ -68,13 +68,7 @@ def has_lost(store: BaseLockBackend) -> bool:
 
 
 def accept_loss(alias: str, actor: str) -> None:
-    """Remember the data that a Redis has now as its own, whatever it has lost before.
-
-    Raises:
-        LockUsageError: The backend is none of Redis.
-        LockError: The store is unavailable.
-        django.db.Error: The database that remembers did not.
-    """
+    """Remember the data that a Redis has now as its own, whatever it has lost before."""
     store = lock_backends[alias]
     if not is_redis(store):
         raise LockUsageError(f"{alias!r} is not a Redis backend. Only Redis backends are marked.")

@@ -93,13 +93,7 @@ class Notes:
         level: int = checks.WARNING,
         keys: Sequence[str] = (),
     ) -> None:
-        """Note a finding of the diagnosis itself.
-
-        Args:
-            id: Behind `distlock.`.
-            what: What was looked at.
-            text: What was seen.
-        """
+        """Note a finding of the diagnosis itself, by its id behind `distlock.`."""
         about = Subject(() if self.backend is None else (self.backend,), tuple(keys))
         found = checks.CheckMessage(level, text, hint=hint, obj=about, id=f"distlock.{id}")
         self.findings.append(found)

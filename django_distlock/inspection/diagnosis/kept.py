@@ -49,11 +49,7 @@ AHEAD: Final = 1.0
 
 
 def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
-    """Note what is wrong with what a store keeps.
-
-    Args:
-        limit: How many locks to look at, and how many waiters.
-    """
+    """Note what is wrong with what a store keeps: so many locks at most, as many waiters."""
     if is_redis(store):
         keys = sum(map(int, store.store.of_each_server("DBSIZE").values()))
         if keys > MANY_KEYS:
@@ -164,11 +160,7 @@ class _Some:
 def _note_locks(
     store: BaseLockBackend, notes: Notes, limit: int, is_dead: Callable[[Holder], bool]
 ) -> None:
-    """Note what is wrong with the locks that are held.
-
-    Args:
-        limit: How many to look at.
-    """
+    """Note what is wrong with the locks that are held."""
     if not store.supports_listing:
         notes.skip("locks", "this store cannot list them")
         return

@@ -153,12 +153,7 @@ class Command(OperatorCommand):
 
 
 class _Line:
-    """A line that counts on while something is removed, on a terminal.
-
-    Args:
-        name: What it begins with.
-        quiet: Whether nothing is to be said at all.
-    """
+    """A line that counts on while something is removed, on a terminal, unless it is quiet."""
 
     def __init__(self, command: OperatorCommand, name: str, *, quiet: bool):
         self._out = command.stdout

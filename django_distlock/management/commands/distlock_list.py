@@ -123,11 +123,7 @@ class Command(OperatorCommand):
         raise_failed(self._stream(pages, before, none=none, json=json), backend)
 
     def _require_plain(self, what: str, given: dict[str, Any]) -> None:
-        """Refuse arguments about held keys.
-
-        Args:
-            what: What is wrong with them.
-        """
+        """Refuse arguments about held keys, and say what is wrong with them."""
         others = {"declared": False, "prefix": ""} if given["transactions"] else {}
         allowed = {**_OF_HELD, **others}
         wrong = [name for name, default in allowed.items() if given[name] != default]

@@ -85,11 +85,7 @@ class Command(OperatorCommand):
             self.stdout.write("No locks match.")
 
     def _confirmed(self, number: int, reason: str) -> str:
-        """Ask, and return the reason.
-
-        Raises:
-            CommandError: The answer is not "yes", or there is no reason.
-        """
+        """Ask, and return the reason; or end: the answer is not "yes", or there is no reason."""
         one = number == 1
         what = "this lock" if one else f"these {number} locks"
         if self._answer(f'Force-release {what}? Type "yes": ') != "yes":
@@ -206,11 +202,7 @@ def _in_the_way(outcome: Outcome) -> str:
 
 
 def _end(outcomes: list[Outcome], failures: list[Failure]) -> None:
-    """End with the status that fits what was done.
-
-    Raises:
-        CommandError: A key was busy or failed, or nothing was released.
-    """
+    """End with the status that fits what was done, where that is not all of it."""
     is_busy = any(each.is_busy for each in outcomes)
     if is_busy or failures:
         raise CommandError("Some keys were not released.", returncode=BUSY if is_busy else 1)

@@ -178,11 +178,7 @@ class _Parser(CommandParser):
 
 
 class _Run:
-    """One run of a program under a lease.
-
-    Attributes:
-        status: What the program has ended with.
-    """
+    """One run of a program under a lease, and the status that it has ended with."""
 
     def __init__(self, command: BaseCommand, signals: Signals, *, ends_it: bool, grace: float):
         self.status = 0
