@@ -434,11 +434,7 @@ class _Plan:
     def _made_by_others(self, flight: _Flight, known: str | None) -> _Found | None:
         """Return the value that somebody computed while the lock was waited for; None: nobody did.
 
-        Args:
-            known: The number of an error that was there before: no clock tells.
-
-        Raises:
-            Exception: Somebody failed, and we take that for an answer.
+        An error is raised that we take for an answer, unless its number was `known` before.
         """
         found = self._look(flight.key)
         if not found.is_fresh:

@@ -245,11 +245,7 @@ def _said(error: Exception, again_in: int) -> tuple[str, str]:
 
 
 class _Locked:
-    """How requests are answered under a lock. The arguments are those of `locked_view`.
-
-    Raises:
-        InvalidArgument: An argument breaks a rule.
-    """
+    """How requests are answered under a lock. The arguments are those of `locked_view`."""
 
     #: Returns the key of a request, called as the view is.
     key: Callable[..., str]
@@ -395,11 +391,7 @@ async def _called(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class _Every:
-    """Contains every alias, and takes in what is marked later.
-
-    Args:
-        marked: Aliases whose transactions the view does without.
-    """
+    """Contains every alias, and takes in those that are marked later, for which nothing begins."""
 
     def __init__(self, marked: set[str] | _Every):
         self._marked = marked

@@ -51,12 +51,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Where the pages are, in a site of the admin: a project may have several.
-
-    Attributes:
-        site: The `AdminSite.name`.
-        events: The list of events; "": not there, or not for whoever asks.
-    """
+    """Where the pages are, in a site of the admin; `events` only for who may see them."""
 
     site: str
     events: str = ""

@@ -39,11 +39,7 @@ def files(
     excluded: Sequence[str] = (),
     skip: Callable[[OSError], object] = lambda error: None,
 ) -> Iterator[Path]:
-    """Give the files of Python below folders, and whatever files are named.
-
-    Args:
-        skip: Told of a folder that cannot be read.
-    """
+    """Give the files of Python below folders, and what is named; `skip` hears what is not read."""
     # Normalised: the completion of a shell ends a folder with a slash.
     patterns = [str(Path(each)) for each in excluded]
 

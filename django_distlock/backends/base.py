@@ -486,11 +486,7 @@ class BaseLockBackend:
         return self._states(durations.seconds(soon, "soon"))
 
     def _of_each_holder(self, key: str, token: str | None, operate: Callable[[str], T]) -> T | None:
-        """Operate on who holds a key, or on all who share it; return the last answer.
-
-        Args:
-            token: Only on the lease with this token; None: whoever has it.
-        """
+        """Operate on who holds a key, by a token or whoever it is; return the last answer."""
         name = self._name(key)
         answer: T | None = operate(name)
         if answer is not None or not self.supports_sharing:
@@ -657,11 +653,7 @@ class BaseLockBackend:
     # Threads and forks
 
     def _own_thread(self, *, keeps_leases: bool = False) -> None:
-        """Prepare a thread that runs asynchronous operations.
-
-        Args:
-            keeps_leases: It renews what others hold instead, and waits for none of them.
-        """
+        """Prepare a thread for asynchronous operations; one that keeps leases waits for none."""
 
     def _keep_no_connections(self) -> None:
         """Close each connection from now on when it is not in use: settings have changed."""

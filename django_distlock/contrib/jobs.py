@@ -69,12 +69,7 @@ class JobLock(Lock):
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """How often a job was queued again. It travels with the job.
-
-    Attributes:
-        since: When it was tried first, in seconds since 1970 by that worker's clock.
-        times: How often it was queued since.
-    """
+    """How often a job was queued again, and since when, in seconds since 1970. It travels along."""
 
     since: float
     times: int = 0
@@ -215,15 +210,7 @@ def lock_set(locks: list[JobLock]) -> LockSet | None:
 def limits_of(
     key: object, locks: Sequence[Limit] | None, options: Mapping[str, Any]
 ) -> list[tuple[Any, Permits | None]]:
-    """Return the keys of a job, each with its number of permits; None: what its options say.
-
-    Args:
-        key: Of the only lock; None: there are `locks`.
-        locks: Several: each a key, or a key and its permits.
-
-    Raises:
-        InvalidArgument: Both are given, or `locks` is no such list.
-    """
+    """Return the keys of a job, each with its number of permits; None: what its options say."""
     if locks is None:
         return [(key, None)]
     if clashes := sorted({"permits", "shared"} & options.keys()):
@@ -261,15 +248,7 @@ def queued_again(error: Refusal, key: str, task_id: str, pause: float) -> Marker
 def key_maker(
     key: str | Callable[..., str], function: Callable[..., Any], *, hidden: int = 0
 ) -> Callable[..., str]:
-    """Return what makes a key of the arguments of a job.
-
-    Args:
-        key: A template of the function's parameters, or what returns the key.
-        hidden: How many of its first parameters are no arguments of the job.
-
-    Raises:
-        InvalidArgument: The template is malformed, or names what is no argument of the job.
-    """
+    """Return what makes a key of the arguments of a job: its first parameters may be hidden."""
     if callable(key):
         return key
     signature = inspect.signature(function)

@@ -218,11 +218,7 @@ class _Locked:
         return None
 
     def _later(self, run: _Run, error: Refusal) -> tuple[Any, float, dict[str, Any]]:
-        """Return the task to queue, in how many seconds it runs, and its arguments by name.
-
-        Raises:
-            Refusal: Nothing can be queued, or is to be.
-        """
+        """Return the task to queue, in how many seconds it runs, and its arguments by name."""
         if run.result is None:
             error.add_note(
                 "Nothing was queued again. The function was called directly, or its backend does"

@@ -31,13 +31,6 @@ def refuse_function(key: object, decorator: str, arguments: str = "…") -> None
 
     That is one of a module that has not got its name yet. Of functions inside of others, and of
     classes, nobody knows.
-
-    Args:
-        decorator: What it is called.
-        arguments: What its parentheses have in them.
-
-    Raises:
-        InvalidArgument: It is no key.
     """
     if not inspect.isfunction(key) or not key.__qualname__.isidentifier():
         return

@@ -50,11 +50,7 @@ def spend(until: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwar
 
 
 def apart(work: Callable[[], T], name: str) -> T:
-    """Do some work that knows no bound; leave it behind, in a thread, where the call ends before.
-
-    Raises:
-        Over: It has not ended in time.
-    """
+    """Do some work that knows no bound; where the call ends before, leave it behind, by `Over`."""
     seconds = left()
     if seconds == math.inf:
         return work()

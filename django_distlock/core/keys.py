@@ -238,12 +238,7 @@ def namespace(prefix: str) -> str:
 
 
 def place_name(name: str, token: str) -> str:
-    """Return what a store calls the lease of one of those who share a key.
-
-    Args:
-        name: What it calls the key.
-        token: That of the lease, which the name does not tell.
-    """
+    """Return what a store calls the lease of one of those who share a key: its token is hidden."""
     return f"{name}{PLACE_MARKER}{key_hash(token)}"
 
 
@@ -295,11 +290,7 @@ def new_token() -> Token:
 
 
 def validate_token(token: object) -> Token:
-    """Return `token` if it has the form of one.
-
-    Raises:
-        InvalidArgument: It has not. The message does not repeat it: it may be a secret.
-    """
+    """Return `token` if it has the form of one. No message repeats it: it may be a secret."""
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         raise InvalidArgument("A token must be 22 characters of A-Z, a-z, 0-9, '-' and '_'.")
     return token if type(token) is Token else Token(token)
@@ -313,11 +304,7 @@ _URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 def roots(template: str) -> list[str]:
-    """Return the parameters that the fields of a template begin with, each once.
-
-    Raises:
-        InvalidArgument: The template is malformed.
-    """
+    """Return the parameters that the fields of a template begin with, each once."""
     fields = [name for _literal, name, _spec in _parse(template) if name is not None]
     found = [*dict.fromkeys(re.split(r"[.\[]", name, maxsplit=1)[0] for name in fields)]
     wrong = [root for root in found if not root.isidentifier()]
@@ -384,11 +371,7 @@ class KeyTemplate:
 
     @classmethod
     def for_keywords(cls, template: str) -> KeyTemplate:
-        """Return the template of calls with keywords alone, whatever else they have.
-
-        Raises:
-            InvalidArgument: See `for_function`.
-        """
+        """Return the template of calls with keywords alone: see `for_function`."""
 
         def call(**_: object) -> None:
             """Take what the template names."""

@@ -30,16 +30,9 @@ def log_fields(
     task: str | None = None,
     error: BaseException | None = None,
 ) -> dict[str, Any]:
-    """Return the `extra` of a log record.
+    """Return the `extra` of a log record about an event: a word that programs can look for.
 
-    Args:
-        event: What happened, in a word that programs can look for.
-        backend: The alias of the backend.
-        key: What is locked; shown with escapes for what cannot be seen.
-        fence: That of the lease.
-        holder: Who holds the key, or held it.
-        task: The id of a task of a queue.
-        error: What was raised: it tells its code, and the key and the holder that it knows.
+    A key is shown with escapes. An error tells its code, and the key and the holder that it knows.
     """
     holder = holder or getattr(error, "holder", None)
     values = (

@@ -63,11 +63,6 @@ class TimerThread(ABC, Generic[T]):
     """Does what is due, in a thread of its own, which lives while there is anything.
 
     A child that was forked begins anew: what is due to its parent is the parent's.
-
-    Args:
-        name: What the thread is called.
-        due: Tells when something is due, by `clock`.
-        clock: Answers seconds.
     """
 
     #: Seconds that the thread stays when there is nothing to do: leases come and go quickly.

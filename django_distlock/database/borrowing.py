@@ -381,11 +381,7 @@ class LockConnections:
         single: bool = False,
         patience: float | None = None,
     ) -> Use:
-        """Return a block in which a statement commits by itself: see `Use`.
-
-        Args:
-            patience: None: a little more than a statement may wait for the locks of others.
-        """
+        """Return a block in which a statement commits by itself: see `Use`."""
         seconds = bound + ANSWER_SECONDS if patience is None else patience
         return Use(self, bound=bound, writes=writes, single=single, patience=seconds)
 
@@ -622,11 +618,7 @@ class _Sweeper:
 
 
 class Opening:
-    """A block in which a connection is opened, which takes several answers, until the call ends.
-
-    Args:
-        cut: Cuts it, from another thread; for what has no socket yet, the driver has a bound.
-    """
+    """A block in which a connection is opened, which takes several answers, until the call ends."""
 
     def __init__(self, cut: Callable[[], None]):
         self._watched = _Opening(self, cut)
@@ -769,16 +761,7 @@ def _wire(connection: BaseDatabaseWrapper) -> Any:
 
 
 def is_readable(number: int, seconds: float = 0.0, *, or_writable: bool = False) -> bool:
-    """Whether a socket has something to read, or its other end is closed.
-
-    Args:
-        number: Its descriptor.
-        seconds: How long to wait for that.
-        or_writable: Whether it will do that it takes something to write.
-
-    Raises:
-        OSError, ValueError: It is none, or closed.
-    """
+    """Whether a socket has something to read, in so many seconds, or its other end is closed."""
     seconds = max(0.0, seconds)
     if not hasattr(select, "poll"):
         written = [number] if or_writable else []

@@ -72,9 +72,7 @@ _ISOLATION = "_django_distlock_isolation"
 def use_own_connections(*, keeps_leases: bool = False) -> None:
     """Say that this thread is ours: nobody closes its connections at the end of a request.
 
-    Args:
-        keeps_leases: It renews or releases what others hold, so it must not wait for those who
-            want something.
+    Where it keeps the leases of others, it must not wait for those who want something.
     """
     _own_threads.active, _own_threads.keeps_leases = True, keeps_leases
 
@@ -271,9 +269,6 @@ class IdleConnections(Generic[C]):
     """Connections that nobody uses right now. Each is closed when it has idled for a while.
 
     May be closed by a finaliser, so nothing here takes a lock.
-
-    Args:
-        close: Closes one, from wherever a finaliser may run.
     """
 
     def __init__(self, close: Callable[[C], None]):

@@ -27,12 +27,7 @@ from .vendors import VENDORS, of
 
 
 class TableConnections(LockConnections):
-    """The connections of one alias, on which the lock tables are named with their schema.
-
-    Args:
-        alias: See `LockConnections`, as the next two.
-        looked_for: The table that tells the schema of all, such as `"fences"`.
-    """
+    """The connections of one alias, on which tables are named with the schema of one of them."""
 
     def __init__(self, alias: str, limit: int, *, apart: bool = False, looked_for: str = "fences"):
         super().__init__(alias, limit, apart=apart)

@@ -27,14 +27,7 @@ def refuse_overtaken(by: Fenced, using: str, model: type[models.Model]) -> None:
     Behind the insert, so that where the database has one writer nobody else is granted the key
     from here to the commit. Other databases can be told to wait with that, if they have the locks
     as well. A transaction of the caller's is not made to hold the key: it may be a long one.
-
-    Args:
-        by: A `Fence` alone says nothing of where it could be compared, but that of a request does.
-        using: The database of the row.
-
-    Raises:
-        FenceRejected: It was.
-        BackendUnavailable: The lock store is unavailable.
+    A `Fence` alone says nothing of where it could be compared, but that of a request does.
     """
     overtaken = getattr(getattr(by, "_holding", by), "overtaken", None)
     if overtaken is None:

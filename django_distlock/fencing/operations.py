@@ -21,12 +21,7 @@ _FENCE = "fence"
 
 
 class _FenceOperation(FieldOperation):
-    """An operation on the trigger of a fence.
-
-    Args:
-        model_name: The model, in the app of the migration.
-        field: Its fence: an integer that is never null.
-    """
+    """An operation on the trigger of a fence, which is an integer, and never null."""
 
     reduces_to_sql = True
     reversible = True
@@ -84,12 +79,7 @@ class _FenceOperation(FieldOperation):
         state.reload_model(*key, delay=True)
 
     def _fence(self, app_label: str, model: ModelState) -> models.Field[Any, Any]:
-        """Return the field.
-
-        Raises:
-            FieldDoesNotExist: The model has none of this name, or inherits it with a table.
-            FieldError: It is no integer, or may be null.
-        """
+        """Return the field, which has to be the model's own, an integer, and never null."""
         field = model.fields.get(self.name)
         label = f"{app_label}.{model.name}"
         if field is None:

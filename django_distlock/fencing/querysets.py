@@ -315,11 +315,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
                 return super().update(**values)
 
     def _mark(self, *, again: bool = False) -> int:
-        """Raise the fence of the rows to ours; return how many were lower.
-
-        Args:
-            again: Write those as well that have it.
-        """
+        """Raise the fence of the rows to ours, or write it again; return how many were lower."""
         by = cast("Fenced", self._by)
         if self.query.combinator:
             raise LockUsageError(

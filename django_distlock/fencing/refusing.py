@@ -70,15 +70,7 @@ def refuse_without_lease(model: type[models.Model], what: str) -> None:
 
 @contextmanager
 def refusals(by: Fenced | None, written: Callable[[], models.QuerySet[Any]]) -> Iterator[None]:
-    """Say which of the rows has refused the fence of a lease.
-
-    Args:
-        written: Gives them.
-
-    Raises:
-        FenceRejected: It has a higher fence.
-        LockUsageError: It belongs to another key.
-    """
+    """Say which of the rows has refused the fence of a lease, or belongs to another key."""
     try:
         yield
     except DatabaseError as error:

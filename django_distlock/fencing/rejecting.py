@@ -82,9 +82,6 @@ def reject(
         current: The fence on it.
         model: The model's label, where it is a row.
         pk: Its primary key.
-
-    Raises:
-        FenceRejected: Always.
     """
     theirs = "a higher fence" if current is None else f"fence {current}"
     error = FenceRejected(

@@ -159,11 +159,7 @@ def _require_near(key: str, fence: int, mark: int) -> None:
 
 
 def _routed() -> str:
-    """Return where the router writes marks, as it did before: in two places none is the highest.
-
-    Raises:
-        LockUsageError: It answers otherwise now.
-    """
+    """Return where the router writes marks, as before: in two places none is the highest."""
     using = router.db_for_write(SeenFence)
     # Other routers are other settings, as in tests.
     if not _first or _first[-1][0] is not router.routers:

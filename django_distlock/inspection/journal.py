@@ -125,12 +125,7 @@ class Order:
     def keep(
         self, where: str, *, key: str = "", named: str | None = None, fence: int | None = None
     ) -> None:
-        """Write it into the admin's log, if there is one, and the actor is a user.
-
-        Args:
-            where: What it was done on.
-            named: What the pages of the admin find the key by.
-        """
+        """Write it into the admin's log, if there is one, and the actor is a user."""
         if not (apps.is_installed("django.contrib.admin") and _is_user(self.actor)):
             return
         from django.contrib.admin.models import CHANGE, DELETION, LogEntry

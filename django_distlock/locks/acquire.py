@@ -28,15 +28,7 @@ _LONGEST = 3600.0
 
 
 def acquire(backend: BaseLockBackend, request: Request, block: Block) -> Granted:
-    """Wait for a key.
-
-    Args:
-        block: Ends what was begun where this is interrupted.
-
-    Raises:
-        LockNotAcquired: Somebody else had it for all of the wait.
-        BackendUnavailable: The store is unavailable until the end of the wait.
-    """
+    """Wait for a key. The block ends what was begun, should this be interrupted."""
     attempts = block.attempts = Attempts(backend, request)
     try:
         return attempts.conclude(_drive(attempts))
@@ -66,15 +58,7 @@ async def aacquire(backend: BaseLockBackend, request: Request, block: Block) -> 
 def insist(
     store: BaseLockBackend, question: Callable[[float], A], deadline: float, retry: Retry
 ) -> A:
-    """Ask a store about a lease of one's own until it knows.
-
-    Args:
-        question: Is given the seconds that it may wait inside the store.
-        deadline: When the lease is over, by the store's `monotonic`.
-
-    Raises:
-        BackendUnavailable: The store is unavailable, twice.
-    """
+    """Ask a store about a lease of one's own until it knows, or the lease is over: `insisting`."""
     return insisting(
         question,
         clock=store.monotonic,

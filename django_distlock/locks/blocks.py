@@ -153,9 +153,6 @@ class Leaving(_Exit):
 
     The interpreter asks for it before it calls `__enter__`, and keeps what it gets on its stack for
     as long as the block is open, where no traceback refers to it.
-
-    Args:
-        leave: Is called with the block, whose it is, and what `with` says of its end.
     """
 
     def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
@@ -205,9 +202,6 @@ class Keeping(_Exit):
 
     The statement `with` alone has what it returns, and with it all that the block holds: where a
     signal's exception breaks out of that, nothing else keeps it.
-
-    Args:
-        leave: Is called with what was entered, whose it is, and what `with` says of its end.
     """
 
     def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:

@@ -128,10 +128,8 @@ def drop(block: Block) -> None:
 def adopt(store: BaseLockBackend, request: Request, terms: Terms, block: Block) -> Lease | None:
     """Return a lease that goes on with one that waits for a transaction of this thread to end.
 
-    None: there is none, or the store does not know it any more, or does not answer in time.
-
-    Args:
-        block: What ends it where it does not reach who asked for it.
+    None: there is none, or the store does not know it any more, or does not answer in time. The
+    block ends what does not reach who asked for it.
     """
     waiting = request.passed
     # Claimed first: the end of the transaction must not release what goes on.

@@ -51,12 +51,7 @@ def callers_place() -> Place:
 
 
 class Owner:
-    """Whoever keeps a lease.
-
-    Args:
-        lease: It is renewed for as long as this object lives.
-        place: What acquired it.
-    """
+    """Whoever keeps a lease that was acquired in a place: it is renewed while this object lives."""
 
     def __init__(self, lease: Lease, place: Place):
         self._place, self._release = place, lease._release

@@ -41,12 +41,7 @@ class Release:
     _is_ending: bool = False
 
     def by_call(self, *, strict: bool = False, defers: bool = True) -> bool:
-        """Give the key back: see `Lease.release`.
-
-        Args:
-            strict: Raise where the lease was lost.
-            defers: Leave it to the transactions of this thread, where any are open.
-        """
+        """Give the key back, behind the transactions of this thread: see `Lease.release`."""
         was_told = self.holding.losses.told
         answer = self._by_transaction() if defers else None
         if answer is None:
@@ -239,10 +234,9 @@ class Release:
         return holding.state == "released"
 
     def _give_up(self, until: float, held_for: float, *, was_over: bool) -> bool | Unknown | None:
-        """Ask the store to release the lease, or to settle it, and take the answer.
+        """Ask the store to release the lease, or to settle it, and return its answer.
 
-        Returns:
-            The answer; None: another thread has ended the lease, and tells of it.
+        None: another thread has ended the lease, and tells of it.
         """
         holding = self.holding
         try:

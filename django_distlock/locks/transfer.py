@@ -50,11 +50,7 @@ _OTHER_VERSION: Final = "The dumped lease is from another version of django-dist
 
 
 def dump(holding: Holding) -> str:
-    """Neither renew nor release a lease any more; return all that another process needs, signed.
-
-    Raises:
-        LockError: See `Lease.dump`, which also refuses inside of transactions.
-    """
+    """Neither renew nor release a lease any more; return all that another process needs, signed."""
     return holding.alone(partial(_dump, holding))
 
 

@@ -59,15 +59,7 @@ def refuse_impossible(store: BaseLockBackend) -> None:
 
 
 class Drill:
-    """One drill, on a key of its own.
-
-    Args:
-        on_step: Called at every step.
-
-    Attributes:
-        steps: What has happened so far.
-        promises: What has been looked at so far.
-    """
+    """One drill, on a key of its own, with the steps and the promises that it has come to."""
 
     def __init__(self, store: BaseLockBackend, key: str, on_step: Callable[[Step], object]):
         self.steps: list[Step] = []

@@ -91,8 +91,7 @@ def stream_table(
 ) -> tuple[int, str | None, tuple[Failure, ...]]:
     """Print one table of pages; columns grow where a page has something wider.
 
-    Returns:
-        How many locks there were, where a further page starts, and what could not be asked.
+    Return how many locks there were, where a further page starts, and what could not be asked.
     """
     widths = [0] * len(headings)
     number = 0

@@ -111,11 +111,7 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
     def advance(
         self, name: str, key: str, counter: FenceCounter | None, floor: datetime | None
     ) -> int:
-        """Return the next fence of a key, of which `counter` is the locked row.
-
-        Args:
-            floor: The time that it is not to be below; None: it just counts.
-        """
+        """Return the next fence of a key, whose locked row is `counter`, not below a floor."""
         counter = counter or self._lock_or_make(name, key)
         fence = next_fence(key, counter.fence, floor)
         models.QuerySet.update(self.filter(pk=name), fence=fence)

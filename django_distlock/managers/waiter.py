@@ -27,12 +27,7 @@ class WaiterManager(StoreManager["Waiter"]):
     def note(
         self, name: str, holder: Holder, seconds: float, pk: int | None, *, channel: str
     ) -> int:
-        """Let somebody be seen for so many seconds; return the key of the note.
-
-        Args:
-            pk: That of an earlier note, which is renewed if it is still there.
-            channel: Where wake-ups are heard; "": nowhere.
-        """
+        """Let somebody be seen for so many seconds, or for longer; return the key of the note."""
         with self._store.short_transaction(MAX_BOUND):
             now = self._store.now()
             values = {"until": now + timedelta(seconds=seconds), "channel": channel}

@@ -13,11 +13,7 @@ from ..database.connections import in_transaction
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Keys that a transaction has locked by one call. Django drops it where they are given up.
-
-    Attributes:
-        site: Where they were locked: "file:line".
-    """
+    """Keys that a transaction has locked in a place of the code. Django drops it with the locks."""
 
     backend: str
     keys: Mapping[str, bool]

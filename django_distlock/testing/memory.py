@@ -157,11 +157,7 @@ class MemoryLocks:
 
 @contextmanager
 def _in_memory(timeline: Timeline, settings: dict[str, Any]) -> Iterator[None]:
-    """Let memory backends be what is configured, and put back behind it what was there before.
-
-    Raises:
-        InvalidLockBackend: A setting breaks a rule.
-    """
+    """Let memory backends be what is configured, and put back behind it what was there before."""
     from django.test.utils import override_settings
 
     configured = getattr(django_settings, "DISTLOCK", DEFAULT_BACKENDS)

@@ -95,11 +95,7 @@ class Timeline:
     def pass_until(
         self, until: float, teller: Teller, *, standing: Set[Holding] = frozenset()
     ) -> None:
-        """Let time pass, and do what is due meanwhile.
-
-        Args:
-            standing: The leases of a process that stands still. Then no alarm rings.
-        """
+        """Let time pass, and do what is due meanwhile; leases of who stands still ring no alarm."""
         while (at := self._next_event(standing)) <= until:
             self._go_to(at)
             self.do_what_is_due(standing)

@@ -136,14 +136,7 @@ def client_source(where: str, options: Options, password: str | None = None) -> 
 
 
 def own_client(client: Any, what: str = "What client_factory makes") -> Any:
-    """Return a client with the address of `client` that sends each command once.
-
-    Args:
-        what: What messages call the client.
-
-    Raises:
-        InvalidLockBackend: It is none that this can be done for.
-    """
+    """Return a client with the address of another that sends each command once, or refuse it."""
     if isinstance(client, redis.RedisCluster):
         # It tells where keys are, and is asked for nothing else: see `cluster`.
         client.set_retry(_once())

@@ -29,12 +29,7 @@ _AWAY = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.Cluster
 
 
 class ClusterLines:
-    """The connections of threads to a cluster.
-
-    Args:
-        client: The `redis.RedisCluster` that knows which server has which keys.
-        limit: See `ThreadLines`; for each server.
-    """
+    """The connections of threads to a cluster, so many to each server: see `ThreadLines`."""
 
     def __init__(self, client: Any, limit: int):
         self._client = client

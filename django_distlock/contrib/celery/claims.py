@@ -83,11 +83,7 @@ def reserve(
 
 
 def replace_any(lock: JobLock) -> Lease:
-    """Take a claim, or take it over from the call before: of many, one is the last.
-
-    Raises:
-        LockNotAcquired: The key is paused, or others came first each time.
-    """
+    """Take a claim, or take it over from the call before: of many, one is the last."""
     store = lock_backends[lock.backend]
     until = monotonic() + WAIT
     while True:
@@ -103,11 +99,7 @@ def replace_any(lock: JobLock) -> Lease:
 
 
 def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
-    """Take a key in the place of another lease.
-
-    Raises:
-        LockNotAcquired: That is gone.
-    """
+    """Take a key in the place of another lease; `LockNotAcquired`: that is gone."""
     store = lock_backends[lock.backend]
     kept = lock._terms(store)
     sent_at = store.monotonic()

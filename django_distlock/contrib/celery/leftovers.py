@@ -27,13 +27,7 @@ MOST: Final = 10_000
 
 
 class Words(NamedTuple):
-    """What the log says of something that is left to do.
-
-    Attributes:
-        event: The event of the records.
-        later: Of what is tried again.
-        never: Of what is given up.
-    """
+    """What the log says of something that is left: its event, that of a retry, that of the end."""
 
     event: str
     later: str

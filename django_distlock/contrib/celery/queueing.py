@@ -242,12 +242,7 @@ def _carries(lease: Lease, options: Mapping[str, Any]) -> bool:
 
 
 def take(lock: JobLock, delivery: Delivery) -> Lease:
-    """Take a unique key over from the queue, or take it as anybody would.
-
-    Raises:
-        LockNotAcquired: Another task has it, or another run of this one.
-        BackendUnavailable: The store is unavailable.
-    """
+    """Take a unique key over from the queue, or take it as anybody would."""
     store = lock_backends[lock.backend]
     record = store.read(lock.key) if delivery.is_traced else None
     if record is not None and record.holder.task_id == delivery.id and not record.is_settled:

@@ -63,13 +63,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """How the keys of a task are made.
-
-    Attributes:
-        given: See `KeyOf`.
-        make: Makes the key of a call.
-        is_plain: Whether no code of the project runs for that.
-    """
+    """How the keys of a task are made; `is_plain`: no code of the project runs for that."""
 
     given: KeyOf
     make: Callable[[Call], str]

@@ -82,11 +82,7 @@ class Hearer(ABC):
         """Return what it hears, and with what."""
 
     def connect(self, uid: str) -> None:
-        """Hear from now on.
-
-        Args:
-            uid: A name: another recorder that was connected under it stays, and this one is not.
-        """
+        """Hear from now on; of several with this name, the first one that was connected."""
         for signal, receive in self._receivers():
             signal.connect(receive, weak=False, dispatch_uid=uid)
 

@@ -68,11 +68,8 @@ def run(
     """Run the system checks of this package, those of deployment too, and note what they say.
 
     Args:
-        project: What they say of no backend alone.
         notes: What they say of each backend. Its store was asked before.
-        stores: The backends that are made, and share their locks.
         everything: Whether to look into all databases that the project writes to.
-        patience: Seconds that the checks get together.
     """
     databases = _databases(notes, stores, everything=everything)
     of: dict[str | None, list[checks.CheckMessage]] = {alias: [] for alias in (None, *notes)}

@@ -46,14 +46,7 @@ class Mark(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """Something that was looked at.
-
-    Attributes:
-        backend: The alias; None: the project.
-        what: Such as "clock".
-        mark: What came of it.
-        text: What was seen, with figures; "": nothing else to say.
-    """
+    """Something that was looked at, such as a "clock": what came of it, and what was seen."""
 
     backend: str | None = None
     what: str
@@ -63,12 +56,7 @@ class Look:
 
 @dataclass(slots=True)
 class Notes:
-    """What is being written down about one backend, or about the project.
-
-    Attributes:
-        backend: The alias; None: the project.
-        is_silent: Whether its store did not answer.
-    """
+    """What is being written down about one backend, or about the project, which has no alias."""
 
     backend: str | None = None
     looks: list[Look] = field(default_factory=list)

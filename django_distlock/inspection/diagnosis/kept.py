@@ -274,13 +274,7 @@ def _note_waiters(
     is_dead: Callable[[Holder], bool],
     late: int = 0,
 ) -> None:
-    """Note who waits.
-
-    Args:
-        waiting: Keys, and who waits for them. A key may come several times.
-        limit: How many waiters to look at.
-        late: How many notes have lasted for longer than they were to.
-    """
+    """Note who waits for which keys, which may come several times; `late`: of expired notes."""
     crowd: Counter[str] = Counter()
     dead: Counter[str] = Counter()
     cut, until = "", time.monotonic() + WAITER_SECONDS
