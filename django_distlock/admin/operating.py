@@ -57,7 +57,6 @@ class WithinForm(ReasonForm):
     field_order = ("within", "reason")
 
     def arguments(self) -> dict[str, Any]:
-        """Return what the operation takes."""
         return {**super().arguments(), "within": self.cleaned_data["within"]}
 
 
@@ -70,7 +69,6 @@ class PauseForm(ReasonForm):
     field_order = ("minutes", "reason")
 
     def arguments(self) -> dict[str, Any]:
-        """Return what the operation takes."""
         return {**super().arguments(), "until": self.cleaned_data["minutes"] * 60}
 
 
@@ -278,7 +276,6 @@ class CleanupForm(ReasonForm):
     field_order = ("backend", "hours", "reason")
 
     def arguments(self) -> dict[str, Any]:
-        """Return what the operation takes."""
         given = self.cleaned_data
         age = given["hours"] * 3600
         return {**super().arguments(), "backend": given["backend"], "older_than": age}

@@ -45,7 +45,6 @@ class ReadOnlyAdmin(_ModelAdmin):
     has_change_permission = has_delete_permission = has_add_permission
 
     def get_queryset(self, request: HttpRequest) -> models.QuerySet[Any]:
-        """Return the rows of the database that has them."""
         return super().get_queryset(request).using(self.database())
 
     def database(self) -> str:
@@ -73,7 +72,6 @@ class ReadOnlyAdmin(_ModelAdmin):
 
     @admin.display(description=_("fence"), ordering="fence")
     def plain_fence(self, row: Any) -> str:
-        """Show a fence as one types it."""
         return "-" if row.fence is None else str(row.fence)
 
 
@@ -89,11 +87,9 @@ class FenceCounterAdmin(ReadOnlyAdmin):
     readonly_fields = ("plain_key", "stored_as", "plain_fence", "paused", "by")
 
     def get_list_display(self, request: HttpRequest) -> list[Any]:
-        """Return the columns that are for this user."""
         return _for_user(request, super().get_list_display(request))
 
     def get_fields(self, request: HttpRequest, obj: models.Model | None = None) -> list[Any]:
-        """Return the fields that are for this user."""
         return _for_user(request, super().get_fields(request, obj))
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
@@ -104,22 +100,18 @@ class FenceCounterAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("key"), ordering="key")
     def plain_key(self, counter: FenceCounter) -> str:
-        """Show the key."""
         return printable(counter.key)
 
     @admin.display(description=_("storage key"))
     def stored_as(self, counter: FenceCounter) -> str:
-        """Show what the store calls the key."""
         return printable(counter.storage_key)
 
     @admin.display(description=_("paused by"), ordering="paused_by")
     def by(self, counter: FenceCounter) -> str:
-        """Show who paused the key."""
         return printable(counter.paused_by or "-")
 
     @admin.display(description=_("paused until"), ordering="paused_until")
     def paused(self, counter: FenceCounter) -> str:
-        """Show until when nobody is granted the key."""
         return _moment(counter.paused_until)
 
     def database(self) -> str:
@@ -151,7 +143,6 @@ class LockEventAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("at"), ordering="at")
     def moment(self, event: LockEvent) -> str:
-        """Show when it was, to the second."""
         return _moment(event.at)
 
     @admin.display(description=_("key"), ordering="key")
@@ -166,17 +157,14 @@ class LockEventAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("actor"), ordering="actor")
     def by(self, event: LockEvent) -> str:
-        """Show who did it."""
         return printable(event.actor)
 
     @admin.display(description=_("reason"), ordering="reason")
     def why(self, event: LockEvent) -> str:
-        """Show why it was done."""
         return printable(event.reason)
 
     @admin.display(description=_("holder"))
     def held_by(self, event: LockEvent) -> SafeString:
-        """Show the holder."""
         return _as_text(event.holder)
 
     @admin.display(description=_("details"))

@@ -34,7 +34,6 @@ class Command(OperatorCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take what to measure."""
         super().add_arguments(parser)
         add_backends(parser)
         parser.add_argument(
@@ -58,7 +57,6 @@ class Command(OperatorCommand):
         )
 
     def handle(self, *, json: bool, **options: Any) -> None:
-        """Measure, and say what was found."""
         plan = Plan(
             parts=tuple(part for part in PARTS if part in (options["only"] or PARTS)),
             seconds=options["seconds"],

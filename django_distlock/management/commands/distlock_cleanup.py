@@ -34,7 +34,6 @@ class Command(OperatorCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take what to remove, and in which steps."""
         super().add_arguments(parser)
         parser.add_argument(
             "--older-than",
@@ -68,7 +67,6 @@ class Command(OperatorCommand):
     def handle(
         self, *, older_than: float, batch: int, backend: str | None, json: bool, **options: Any
     ) -> None:
-        """Clean one backend after the other, then the responses, and the events of all."""
         if backend is not None:
             refuse_memory(backend)
         outcomes: list[Outcome] = []

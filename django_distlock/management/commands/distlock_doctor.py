@@ -30,7 +30,6 @@ class Command(OperatorCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take what to look at, and what to fail at."""
         super().add_arguments(parser)
         add_backends(parser)
         parser.add_argument(
@@ -64,7 +63,6 @@ class Command(OperatorCommand):
         json: bool,
         **options: Any,
     ) -> None:
-        """Examine, and say what was found."""
         if accept_loss is not None:
             if no_write:
                 raise CommandError(

@@ -40,7 +40,6 @@ class Command(OperatorCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take the backend."""
         super().add_arguments(parser)
         add_backend(parser)
         parser.add_argument(
@@ -67,7 +66,6 @@ class Command(OperatorCommand):
         json: bool,
         **options: Any,
     ) -> None:
-        """Hold the drill, and say what came of it."""
         if seed is None:
             seed = secrets.randbits(32)
         elif minutes is None and toil is None:

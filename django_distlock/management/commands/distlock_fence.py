@@ -40,7 +40,6 @@ class Command(OperatorCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take what to raise, and how far."""
         super().add_arguments(parser)
         # Django's own, as `--settings`, and `--json`: they are taken before `raise` as well.
         everywhere = [each for each in parser._actions if each.dest != "help"]
@@ -85,7 +84,6 @@ class Command(OperatorCommand):
         add_backend(up)
 
     def handle(self, *, action: str, **options: Any) -> None:
-        """Do what was said."""
         if action == "raise":
             self._raise(**options)
         else:

@@ -46,7 +46,6 @@ class Command(OperatorCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take what to list."""
         super().add_arguments(parser)
         parser.add_argument(
             "--declared",
@@ -92,7 +91,6 @@ class Command(OperatorCommand):
     def handle(
         self, *, backend: list[str] | None, cursor: str | None, json: bool, **options: Any
     ) -> None:
-        """Print a page, and what could not be asked; or what is declared."""
         if options["declared"] or options["transactions"]:
             what = "Declared keys are not held" if options["declared"] else _NO_LEASE
             self._require_plain(what, {**options, "cursor": cursor})

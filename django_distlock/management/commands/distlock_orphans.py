@@ -30,7 +30,6 @@ class Command(OperatorCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take where to look, and what to do."""
         super().add_arguments(parser)
         add_backends(parser)
         parser.add_argument(
@@ -60,7 +59,6 @@ class Command(OperatorCommand):
     def handle(
         self, *, backend: list[str] | None, drop: bool, reason: str, json: bool, **options: Any
     ) -> None:
-        """Find them, show them, and drop them if that is asked for."""
         if drop != bool(reason.strip()):
             raise CommandError("--drop and --reason must be used together.", returncode=USAGE)
         failures: list[Failure] = []

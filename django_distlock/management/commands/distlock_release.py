@@ -28,7 +28,6 @@ class Command(OperatorCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take which keys, and why."""
         super().add_arguments(parser)
         parser.add_argument("key", nargs="?", metavar="KEY", help="the key to release")
         parser.add_argument(
@@ -46,7 +45,6 @@ class Command(OperatorCommand):
         add_reason(parser)
 
     def handle(self, *, backend: str, dry_run: bool, json: bool, **options: Any) -> None:
-        """Show, ask, take, and say what became of it."""
         _check(dry_run=dry_run, json=json, **options)
         refuse_memory(backend)
         failures: list[Failure] = []

@@ -28,7 +28,6 @@ class Command(OperatorCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take what to do with which."""
         super().add_arguments(parser)
         what = parser.add_mutually_exclusive_group()
         for name, text in (
@@ -50,7 +49,6 @@ class Command(OperatorCommand):
     def handle(
         self, *, send: list[str], drop: list[str], sent: bool, json: bool, **options: Any
     ) -> None:
-        """List them, or do what was asked with some."""
         failed, app = app_and("failed")
         if not (send or drop):
             self._show(failed.failed(sent=sent), [], [], json=json)

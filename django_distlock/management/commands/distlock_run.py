@@ -52,7 +52,6 @@ class Command(ReadingCommand):
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take the lock, and what to run under it."""
         parser.usage = "%(prog)s KEY [options] -- PROGRAM [ARGUMENT ...]"
         parser.add_argument("key", metavar="KEY", help="the key to lock")
         parser.add_argument(
@@ -104,7 +103,6 @@ class Command(ReadingCommand):
         return parser
 
     def handle(self, *, key: str, command: list[str], **options: Any) -> None:
-        """Take the lock, run the program, and end as it did."""
         path = find(command[0])
         with ExitStack() as stack:
             # Handlers of signals belong to the first thread.

@@ -23,13 +23,11 @@ class Command(OperatorCommand):
     help = "Shows a key: its holder, fence, pause, waiters and history."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take the key."""
         super().add_arguments(parser)
         parser.add_argument("key", metavar="KEY", help="the key, as in the code")
         add_backend(parser)
 
     def handle(self, *, key: str, backend: str, json: bool, **options: Any) -> None:
-        """Print what is known."""
         refuse_memory(backend)
         view = show(key, backend)
         if json:

@@ -23,12 +23,10 @@ class Command(OperatorCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take the backends."""
         super().add_arguments(parser)
         add_backends(parser)
 
     def handle(self, *, backend: list[str] | None, json: bool, **options: Any) -> None:
-        """Print what can be counted, and what could not be asked."""
         failures: list[Failure] = []
         found = ask_each(backend, failures, lambda store: statistics(store.alias))
         if json:
