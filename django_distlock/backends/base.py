@@ -286,7 +286,7 @@ class BaseLockBackend:
             limit: The size of the page, from 1 to 10 000.
         """
         self._require("supports_listing", "list its locks")
-        _positive(limit, "limit", 10_000)
+        durations.whole_number(limit, "limit", 10_000)
         for name, value in (("cursor", cursor), ("host", host), ("task_id", task_id)):
             _text(value, name)
         prefix = stored_key(prefix) if prefix else ""
@@ -304,7 +304,7 @@ class BaseLockBackend:
         Returns:
             Their records; () where the store removes them by itself.
         """
-        _positive(limit, "limit", 10_000)
+        durations.whole_number(limit, "limit", 10_000)
         return self._expired(None if key is None else self._name(stored_key(key)), limit)
 
     def read_token(self, token: str) -> Record | None:
@@ -346,7 +346,7 @@ class BaseLockBackend:
         """
         if to is not None:
             validate_fence(to)
-        _positive(limit, "limit", 10_000)
+        durations.whole_number(limit, "limit", 10_000)
         _text(cursor, "cursor")
         key = None if key is None else stored_key(key)
         name = None if key is None else self._name(key)
@@ -448,7 +448,7 @@ class BaseLockBackend:
             before: An aware datetime. A future one counts as now: no live record goes.
             limit: How many to remove at most, from 1 to 100 000.
         """
-        _positive(limit, "limit", 100_000)
+        durations.whole_number(limit, "limit", 100_000)
         return self._cleanup(_aware(before, "before"), limit)
 
     # Wake-ups
@@ -741,11 +741,6 @@ def _bound(bound: Duration) -> float:
 def _seen(fence: int | None) -> None:
     if fence is not None:
         validate_fence(fence, least=0)
-
-
-def _positive(value: int, name: str, maximum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
-        raise InvalidArgument(f"{name} must be an int from 1 to {maximum}, not {shown(value)}.")
 
 
 def _text(value: str | None, name: str, maximum: int = 1000) -> None:

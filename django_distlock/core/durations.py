@@ -49,6 +49,14 @@ def number(value: object, name: str, *, minimum: float, maximum: float = math.in
     return float(value)
 
 
+def whole_number(value: object, name: str, most: float = math.inf) -> int:
+    """Return `value`, an int from 1 to `most`; see `number`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        bounds = "of at least 1" if most == math.inf else f"from 1 to {most}"
+        raise InvalidArgument(f"{name} must be an int {bounds}, not {shown(value)}.")
+    return value
+
+
 def seconds(value: object, name: str, *, minimum: float = 0.0, maximum: float = math.inf) -> float:
     """Return a duration, a number of seconds or a `timedelta`, as seconds: see `number`."""
     if isinstance(value, timedelta):

@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from ..backends.counts import overdue, tally
 from ..core.documents import Document, by_name
-from ..core.durations import Duration, number, seconds
+from ..core.durations import Duration, number, seconds, whole_number
 from ..core.errors import InvalidArgument, LockError, shown
 from ..core.holders import Session
 from ..core.records import Record, Waits
@@ -152,8 +152,7 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
         InvalidArgument: An argument breaks a rule, or the cursor is none.
         InvalidLockBackend: There is no such alias.
     """
-    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_LIMIT:
-        raise InvalidArgument(f"limit must be an int from 1 to {MAX_LIMIT}, not {shown(limit)}.")
+    whole_number(limit, "limit", MAX_LIMIT)
     filters = {"prefix": prefix, "host": host, "task_id": task_id}
     wanted = _Wanted(
         None if held_longer_than is None else seconds(held_longer_than, "held_longer_than"),

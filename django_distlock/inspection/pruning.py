@@ -12,8 +12,8 @@ from django.apps import apps
 from django.db import DatabaseError, connections, models, router, transaction
 
 from ..core.documents import Document
-from ..core.durations import MAX_BOUND, Duration, seconds
-from ..core.errors import InvalidArgument, LockUsageError, shown
+from ..core.durations import MAX_BOUND, Duration, seconds, whole_number
+from ..core.errors import LockUsageError
 from ..database import vendors
 from .journal import Operation, Order
 from .operations import MAX_SPAN
@@ -78,7 +78,7 @@ def prune_events(
         BackendUnavailable: The database of the events is unavailable.
     """
     order = Order(Operation.CLEANUP, actor, reason)
-    _require_batch(batch)
+    whole_number(batch, "batch", MAX_BATCH)
     age = seconds(older_than, "older_than", maximum=MAX_SPAN)
     now = datetime.now(UTC)
     before, audit_before = (now - timedelta(seconds=each) for each in (age, max(age, AUDIT_KEPT)))
@@ -106,15 +106,10 @@ def prune_responses(
         LockUsageError: No database keeps responses here.
         BackendUnavailable: The database of the responses is unavailable.
     """
-    _require_batch(batch)
+    whole_number(batch, "batch", MAX_BATCH)
     using = _using(_RESPONSES)
     over = _model(_RESPONSES).objects.using(using).filter(until__lte=datetime.now(UTC))
     return _remove(using, over.order_by("until"), batch, progress, by="until")
-
-
-def _require_batch(batch: object) -> None:
-    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
-        raise InvalidArgument(f"batch must be an int from 1 to {MAX_BATCH}, not {shown(batch)}.")
 
 
 def _model(name: str = _EVENTS) -> type[Any]:

@@ -21,7 +21,7 @@ from django.db import connections, transaction
 from ..backends.base import BaseLockBackend
 from ..core.bodies import whole
 from ..core.clock import monotonic
-from ..core.durations import Duration, wait_seconds
+from ..core.durations import Duration, wait_seconds, whole_number
 from ..core.errors import (
     BackendUnavailable,
     InvalidArgument,
@@ -177,12 +177,8 @@ def _sorted(
         raise InvalidArgument(f"shared must be True or False, not {shown(shared)}.")
     if parent is None and escalate_at is not None:
         raise InvalidArgument("escalate_at requires parent, the key that stands for all keys.")
-    if escalate_at is not None and (
-        isinstance(escalate_at, bool) or not isinstance(escalate_at, int) or escalate_at < 1
-    ):
-        raise InvalidArgument(
-            f"escalate_at must be an int of at least 1, not {shown(escalate_at)}."
-        )
+    if escalate_at is not None:
+        whole_number(escalate_at, "escalate_at")
     asked = dict.fromkeys(sorted(map(normalize_key, keys)), shared)
     if parent is None:
         return asked

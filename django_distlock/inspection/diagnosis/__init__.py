@@ -17,7 +17,8 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
 from ...backends.base import BaseLockBackend
-from ...core.errors import BackendUnavailable, InvalidArgument, LockError, shown
+from ...core.durations import whole_number
+from ...core.errors import BackendUnavailable, LockError
 from ...handler import lock_backends
 from ..listing import chosen
 from .answers import ask, remedy
@@ -102,8 +103,7 @@ def diagnose(
         InvalidArgument: An argument breaks a rule.
         InvalidLockBackend: There is no such alias.
     """
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise InvalidArgument(f"limit must be an int of at least 1, not {shown(limit)}.")
+    whole_number(limit, "limit")
     notes = {alias: Notes(alias) for alias in _chosen(backends)}
     began = time.monotonic()
     stores: list[BaseLockBackend] = []
