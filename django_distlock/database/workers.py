@@ -32,7 +32,7 @@ class Gone(weakref.ref[Any]):
 
     __slots__ = ("work",)
 
-    work: Callable[[], None]
+    work: Callable[[], object]
 
 
 @dataclass(order=True, slots=True)
@@ -40,7 +40,7 @@ class _Late:
     """What is to be done at a time, by `time.monotonic`."""
 
     at: float
-    work: Callable[[], None] = field(compare=False)
+    work: Callable[[], object] = field(compare=False)
 
 
 class Worker:
@@ -57,7 +57,7 @@ class Worker:
 
     def forget(self) -> None:
         """Have nothing to do. In a forked child: the parent's work is its own."""
-        self.queue: SimpleQueue[Callable[[], None] | Gone | _Late] = SimpleQueue()
+        self.queue: SimpleQueue[Callable[[], object] | Gone | _Late] = SimpleQueue()
         #: What its time has not come for, the first one first: for the thread alone.
         self.late: list[_Late] = []
         self._starting = threading.Lock()
@@ -79,7 +79,7 @@ class Worker:
                 self._pid = os.getpid()
                 start_thread(self._thread)
 
-    def put(self, work: Callable[[], None], seconds: float = 0.0) -> None:
+    def put(self, work: Callable[[], object], seconds: float = 0.0) -> None:
         """Let the thread do something: behind all that was put before, or in some seconds."""
         self.queue.put(_Late(time.monotonic() + seconds, work) if seconds else work)
 
@@ -114,7 +114,7 @@ class Worker:
                 # What a signal's receiver opened here, no end of a request would ever close.
                 close_here()
 
-    def _next(self) -> Callable[[], None] | Gone:
+    def _next(self) -> Callable[[], object] | Gone:
         """Wait for something to do."""
         while True:
             left = self.late[0].at - time.monotonic() if self.late else math.inf
@@ -131,7 +131,7 @@ class Worker:
 releases = Worker("distlock-releases")
 
 
-def when_gone(watched: object, work: Callable[[], None]) -> Gone:
+def when_gone(watched: object, work: Callable[[], object]) -> Gone:
     """Let the worker do something when an object is gone, if what is returned is kept until then.
 
     Args:

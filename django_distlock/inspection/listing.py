@@ -17,8 +17,7 @@ from ..backends.counts import overdue, tally
 from ..core.documents import Document, by_name
 from ..core.durations import Duration, number, seconds, whole_number
 from ..core.errors import InvalidArgument, LockError, shown
-from ..core.holders import Session
-from ..core.records import Record, Waits
+from ..core.records import KeptKey, Record, Waits
 from ..handler import lock_backends
 from .held import HeldKey, State
 
@@ -166,29 +165,17 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransactionLock(Document):
+class TransactionLock(KeptKey, Document):
     """A key that a transaction has locked, or waits for.
 
     Attributes:
         backend: The alias of the backend that was asked.
-        key: "": the store knows its number alone, because no lease of it was ever granted.
-        number: What the server calls it.
-        shared: Whether others may share it.
-        waits: Whether the transaction waits for it; False: it has it.
-        since: When it began to wait, or when the transaction began.
-        seconds: How long ago that was, by the store's clock.
-        session: Whose transaction it is.
+        seconds: How long ago `since` was, by the store's clock.
         kind: `"transaction"`.
     """
 
     backend: str
-    key: str
-    number: int
-    shared: bool
-    waits: bool
-    since: datetime | None
     seconds: float | None
-    session: Session
     kind: str = "transaction"
 
     @property
@@ -238,15 +225,10 @@ def list_transactions(*, backends: Collection[str] | None = None) -> Transaction
             before = found.get((each.number, each.session.pid))
             if before is None or not before.key:
                 found[each.number, each.session.pid] = TransactionLock(
+                    each.key, each.number, each.shared, each.waits, each.since, each.session,
                     backend=alias,
-                    key=each.key,
-                    number=each.number,
-                    shared=each.shared,
-                    waits=each.waits,
-                    since=each.since,
                     seconds=(now - each.since).total_seconds() if now and each.since else None,
-                    session=each.session,
-                )
+                )  # fmt: skip
     return TransactionLocks(tuple(found.values()), tuple(failures))
 
 
