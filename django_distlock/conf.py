@@ -58,7 +58,6 @@ class BackendConfig:
 
     Attributes:
         backend: The import path of the backend's class.
-        key_prefix: The namespace of its keys.
         ttl: Seconds a lease lives where a lock does not say.
         wait: Seconds to keep trying where a lock does not say; None: for ever.
         max_ttl: The longest legal ttl, in seconds.

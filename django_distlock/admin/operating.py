@@ -77,11 +77,9 @@ class Act:
     """An operation as pages offer it.
 
     Attributes:
-        label: What the button says.
         promise: What will happen, in a sentence or two.
         result: What was done, by the number of keys, or of holders.
         form: What has to be said before.
-        run: The function of `inspection`.
         is_grave: Whether it takes something away.
         is_about_holder: Whether it is for the holder that was looked at, and for no later one.
     """

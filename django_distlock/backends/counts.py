@@ -36,8 +36,6 @@ class Counts:
         held: Leases that are held now, of a shared key each.
         expired: Records of leases that are over, which nobody has removed yet.
         waiters: Who waits, and is noted.
-        counters: Fence counters.
-        highest: The highest fence.
         sizes: Of the tables that it shares with others of its database.
         memory: Bytes that its servers use for all that they keep.
     """
@@ -104,7 +102,6 @@ class Sizes:
     """What the tables of locks take.
 
     Attributes:
-        database: The alias of the database.
         bytes: Of all of the database, where it cannot tell by table.
         made_since: Since when PostgreSQL has counted what was made; None: since it was set up.
     """

@@ -68,9 +68,7 @@ class Listener:
     """Listens in a thread of its own, while somebody waits.
 
     Args:
-        name: What the thread is called.
         subscribe: Opens a line; returns when the server has the subscription.
-        queues: Who waits.
     """
 
     def __init__(self, name: str, subscribe: Callable[[], Line], queues: Queues):

@@ -26,7 +26,6 @@ class Turn:
     """A place in the queue of a key.
 
     Attributes:
-        name: The storage key.
         ring: Wakes the waiter; may be called in any thread, and as often as one likes. False: it
             is not there any more.
         asked_at: When it asked the store last, or came to the front, by `time.monotonic`.

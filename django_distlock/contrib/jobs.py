@@ -96,7 +96,6 @@ class Rules:
         lock: The lock, but for key and job.
         policy: What is done in place of the job.
         max_wait: Seconds since the first attempt for which a job is queued again; None: for ever.
-        retry: The pauses until then.
     """
 
     lock: JobLock

@@ -74,7 +74,6 @@ class Reply:
         now: The caller's monotonic clock, in seconds, after the step.
         outcome: What an `Attempt` led to: an `Outcome`; None after the other steps.
         record: What a `Read` found; None: nothing, or no answer.
-        listening: Whether wake-ups come.
         queued: Whether somebody was in front when a `LineUp` began.
     """
 

@@ -29,7 +29,6 @@ class Declaration:
     It refers to nothing that could lead back to what is decorated, which would then never die.
 
     Attributes:
-        kind: What is locked.
         key: The template; or, where code of the project makes the key, what that is called.
         lock: The `Lock`, but for its key, and for `permits` where that is a function.
         on_conflict: What is done if somebody else has the key, in the words of the decorator.

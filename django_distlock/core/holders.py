@@ -30,9 +30,7 @@ class Holder:
             others: "<boot id>/<inode>"; "" if unknown. Where two are equal, so are the processes
             that a `pid` can mean.
         process: A name that a restarted worker keeps.
-        pid: The process id.
         started_at: When the process started, in seconds since the host's boot; None if unknown.
-        thread: The thread's name.
         task_id: The id of the task or job that runs, if one does.
         metadata: What the application adds: a user, a reason. JSON, at most 4096 bytes.
     """
@@ -182,7 +180,6 @@ class Session:
     Attributes:
         pid: The server's number for it; for locks in memory, this process's.
         application: What it calls itself; "": nothing, or the server does not tell.
-        user: Its user in the database.
         client: The address it came from; "": a socket of the server's machine.
         since: When its transaction began, by the store's clock; None: not known.
     """

@@ -36,7 +36,6 @@ def insisting(
         clock: The holder's monotonic clock, in seconds.
         sleep: Is given the seconds between two questions.
         deadline: When the lease is over, by that clock.
-        pauses: Seconds between two questions.
 
     Raises:
         BackendUnavailable: The store is unavailable, twice.

@@ -56,7 +56,6 @@ class Grant:
     """A key was granted, or its lease extended.
 
     Attributes:
-        key: The key, normalised.
         token: The proof of ownership. A bearer secret, so that no grant can be pickled.
         fence: At least 1; grows with each grant of the key. An extend leaves it as it is.
         ttl: Seconds from the grant, or from the extend, to `expires_at`; None: no expiry.
@@ -173,8 +172,6 @@ class Contended:
     """The key was not granted. Any field may be None when busy.
 
     Attributes:
-        holder: Who holds it.
-        fence: The holder's fence.
         acquired_at: Since when, by the store's clock.
         expires_at: Until when, if nobody extends; None: no expiry.
         free_at: From when on it may be granted to somebody else; None: no expiry.
@@ -182,7 +179,6 @@ class Contended:
             one store means anything to a client whose own clock may be wrong.
         busy: No answer within the bound: a transaction holds a row that decides. The waiters'
             flag could not be set, and a holder may not be known.
-        paused: An operator paused the key.
         guarded: A guarded transaction of a lease that is over keeps the key.
     """
 
@@ -279,10 +275,8 @@ class KeptKey:
     Attributes:
         key: "": the store knows its number alone.
         number: What the server calls it.
-        shared: Whether others may share it.
         waits: Whether the transaction waits for it; False: it has it.
         since: When it began to wait, or when the transaction began, by the store's clock.
-        session: Whose transaction it is.
     """
 
     key: str

@@ -22,7 +22,6 @@ class Renewing:
         part: The part of the ttl between two renewals.
         ends_at: Until when it is renewed at all.
         due_at: When the next renewal is due.
-        interval: Seconds between two renewals.
         failures: How many in a row got no answer.
     """
 

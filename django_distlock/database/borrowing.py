@@ -97,10 +97,8 @@ class Use:
     """A block in which a statement is run. It gives the alias to run it on.
 
     Args:
-        pool: The connections of the database.
         bound: Seconds that a statement may wait for a lock of SQLite's; PostgreSQL is told with
             the statement.
-        writes: Whether the statements write.
         single: Whether it is one statement, which commits by itself.
         patience: Seconds without an answer to a statement after which the connection is cut.
 

@@ -81,7 +81,6 @@ class Mark(Expression):
 
     Args:
         by: What the row is written under.
-        model: What is written.
         fields: Columns that the row has to have these values in.
     """
 

@@ -79,9 +79,7 @@ def reject(
 
     Args:
         row: What refuses, such as `"shop.Payment 12"`.
-        current: The fence on it.
         model: The model's label, where it is a row.
-        pk: Its primary key.
     """
     theirs = "a higher fence" if current is None else f"fence {current}"
     error = FenceRejected(

@@ -118,7 +118,6 @@ class FenceTrigger(BaseConstraint):
     by a copy of it, and on the way back from `DeleteModel`.
 
     Args:
-        name: What the trigger is called.
         field: The field that never goes back.
         column: Its column when the trigger was made.
     """

@@ -54,11 +54,8 @@ class HeldKey:
     """A held key, as the store told of it at one moment.
 
     Attributes:
-        backend: The alias of its backend.
-        key: The key itself.
         key_hash: What stands for it in logs: see `LockInfo`.
         token_hash: What stands for the holder's token; "": the store does not tell it.
-        fence: The holder's fence.
         ttl: Seconds that the last grant or extend gave; None: no expiry, or not known.
         acquired_at: Since when, by the store's clock.
         renewed_at: When it was last extended, or granted.

@@ -67,7 +67,6 @@ class Order:
     """Who wants something done, and why.
 
     Args:
-        operation: What is to be done.
         actor: A user of the project, or a text of 1 to 200 characters that names somebody.
         reason: Why, in at most 200 characters. A force-release needs one.
 

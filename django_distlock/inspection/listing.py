@@ -34,11 +34,9 @@ class Failure(Document):
     """A backend that could not be asked, or a record of it that cannot be read.
 
     Attributes:
-        backend: Its alias.
         code: That of the error, such as `"service_unavailable"`; `"unsupported"`: it cannot list;
             `"misconfigured"`: its settings break a rule; `"unreadable"`: somebody has written to
             the record of a key, and the rest of the backend is listed.
-        message: What the error says.
         key: The key that it is about; "": it is about the backend.
     """
 

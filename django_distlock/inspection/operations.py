@@ -42,10 +42,7 @@ class Outcome(Document):
     """What became of an operation on a key, or of a cleanup.
 
     Attributes:
-        operation: Which one.
-        backend: The alias of the backend.
         key: The key, normalised; "" for a cleanup.
-        result: What became of it.
         held: The lock: as it was when it was taken away, else as it is now, which may be another
             holder's than was expected; None: nobody held it, or it was not looked at.
         fence_before: The key's fence before; None: not known, or the key was never granted.

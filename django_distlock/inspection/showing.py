@@ -53,7 +53,6 @@ class KeyView:
 
     Attributes:
         backend: The alias of the backend that was asked.
-        key: The key, normalised.
         key_hash: What stands for it in logs.
         held: The lock, of several who share the key that which is free last; None: nobody holds it.
         sharing: Of all who share the key.
@@ -171,11 +170,9 @@ class LockInfo(_Raw):
     Attributes:
         key_hash: 24 lower-case hex digits: HMAC-SHA256 of the key with the project's secret.
         token_hash: The same of the token; "": the store does not tell it.
-        fence: The holder's fence.
         acquired_at: Since when, by the store's clock.
         expires_at: Until when; None: no expiry.
         renewed_at: When it was last extended, or granted.
-        holder: Who holds it.
         waiters: Who has been waiting for it for more than a second, the first to come first.
     """
 

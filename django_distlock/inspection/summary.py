@@ -22,7 +22,6 @@ class Summary(States):
     """How many keys of a backend are in which state.
 
     Attributes:
-        backend: Its alias.
         held: Leases that are held now, in whatever state; of a shared key each.
         waiting: Who waits, and is noted; None: the store does not note it.
         ending_soon: Leases that end within `soon` seconds, unless they are renewed.
@@ -35,7 +34,6 @@ class Summary(States):
         overdue: Of all leases that have been renewed, the most of its ttl that has gone since:
             about 1/3 where every holder lives; None: there are none, or too many to look at.
         most_waited: The keys that most wait for, and how many do.
-        soon: Seconds.
         observed_at: The store's clock when it was looked at.
     """
 
@@ -89,7 +87,6 @@ class Statistics:
     """How much a backend keeps.
 
     Attributes:
-        backend: Its alias.
         counts: Of locks, waiters and counters, of this backend alone.
     """
 

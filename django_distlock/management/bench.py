@@ -67,7 +67,6 @@ class Times:
     """How long an operation took, in seconds.
 
     Attributes:
-        count: How often it was done.
         p95: What 95 of 100 did not exceed; None: it was done too seldom to tell.
         p99: The same of 99.
     """

@@ -45,7 +45,6 @@ def ensure_tables(using: str, wait: float | None) -> None:
     No signals are sent, and nothing is asked of other apps: their `migrate` comes later.
 
     Args:
-        using: The alias of the database.
         wait: Seconds to wait for others, and for the database; None: for ever.
 
     Raises:

@@ -55,7 +55,6 @@ class Turn:
     """What one holder reports of one lease. Times are those of `core.clock.monotonic`.
 
     Attributes:
-        asked: When it began to acquire.
         granted: When it had been granted the key.
         held: The last time at which its deadline had not passed.
         wrote: When its write began, and when it had been accepted; None: it was refused, or did

@@ -22,11 +22,9 @@ class Wait:
     """One caller who waits for a key.
 
     Attributes:
-        name: What it waits for.
         home: Whose transactions it works in: see `transactions.home`.
         inside: What is held by the blocks that it cannot leave before.
         until: When it gives up, by `host.monotonic`.
-        ring: Wakes it.
         is_for_one: Whether nobody else's end lets it go on.
         in_vain_for: The key that it has and that is waited for, where it waits in vain.
     """

@@ -54,8 +54,6 @@ class Session:
     Attributes:
         mutex: Whoever asks or looks holds it: no two threads share a session.
         pid: The server's number for it.
-        database: The name of the database.
-        holds: Whether it holds a lock.
         closed: Whether it has ended, as far as we know.
         awaits: Whether an answer is still to come. There is one query at a time.
         place: What it takes among the sessions of the process while it is out.

@@ -103,7 +103,6 @@ def client_source(where: str, options: Options, password: str | None = None) -> 
     """Return what makes the client that the options name. Nothing connects before it is called.
 
     Args:
-        where: The setting, for messages.
         options: `cache`, `url` and `client_factory`: one is given, the others are None.
         password: What the server of `url` asks for, which the address does not tell then.
 

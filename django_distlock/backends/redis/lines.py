@@ -73,7 +73,6 @@ class ThreadLines:
     middle by a signal's handler that raises, such as that of a time limit.
 
     Args:
-        pool: Says how connections are made.
         limit: How many are kept while nobody needs them.
     """
 

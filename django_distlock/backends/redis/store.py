@@ -59,7 +59,6 @@ class RedisStore:
     """The connections of one process to one store.
 
     Args:
-        alias: The backend's alias, for messages.
         make: Makes a client; called once, and for a cluster once more in each child.
         limit: How many connections are kept for the threads of the process.
     """

@@ -40,10 +40,6 @@ class Sending:
     """A call that is about to be queued.
 
     Attributes:
-        task: Its task.
-        terms: Those of the task.
-        call: Its arguments.
-        delay: Seconds until it may begin.
         unique_ttl: Seconds that it keeps its place; None: those of the terms.
         follows: Whether a worker sends it, where nobody would hear of an error.
         is_awaited: Whether others wait for this very task.
@@ -63,9 +59,7 @@ class Sending:
         """Do what the terms say of a call where the store is unavailable.
 
         Args:
-            lock: What it was to hold.
             what: What nobody knows then, as the log says it; takes the key.
-            publish: Queues it without.
         """
         policy = where_unavailable(error, self.terms.on_unavailable or "raise")
         if policy == "run" or self.follows or (policy == "skip" and self.is_awaited):

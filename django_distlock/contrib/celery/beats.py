@@ -42,7 +42,6 @@ class Mark:
         grant: Of the mark's key. Whoever shows its token may move the mark.
         sent_at: When the entry was sent last, by the clock of the beat that sent it; before that,
             since when it counts. Aware.
-        runs: How often it was sent.
         made_at: When the mark was made, by the clock of this process, and never in its future. A
             `sent_at` behind that comes from a clock that was ahead.
     """

@@ -43,7 +43,6 @@ def reserve(
     """Take a claim for a call that is about to be queued.
 
     Args:
-        lock: What it is to hold.
         delay: Seconds until it may begin.
         unique_ttl: Seconds that it keeps the claim behind those; None: what the terms say.
         instead_of: The claim to take over; None: a free one.

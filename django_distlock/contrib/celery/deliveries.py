@@ -56,7 +56,6 @@ class Delivery:
     Attributes:
         task: The task; None: the function was called, and no task.
         request: Its request; None: the same, or the task was called in its own body.
-        call: The arguments.
     """
 
     task: Any

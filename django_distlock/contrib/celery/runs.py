@@ -70,7 +70,6 @@ class Run:
 
     Attributes:
         unique: What keeps others like it from being queued, until its result is stored.
-        has_begun: Whether its body has.
         comes_again: When the retry or replacement comes to which it leaves its unique key, which
             Celery may know or not: seconds, or a time; None: none was sent.
     """
