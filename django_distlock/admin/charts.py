@@ -80,7 +80,7 @@ def of_minutes(past: History) -> Chart:
 
 
 def of_releases(releases: Sequence[tuple[datetime, float, float]]) -> Chart:
-    """Draw how long a key was held, and above that waited for, by releases, the last one first."""
+    """Draw how long a key was held, and above that waited for; the last release comes first."""
     oldest_first = releases[::-1]
     titles = [
         _("%(time)s: held for %(held)s, waited for %(waited)s")

@@ -133,7 +133,7 @@ def _count(store: FenceTable, using: str, *, locks: bool) -> Counts:
 
 
 def _number(rows: models.QuerySet[Any], among: models.QuerySet[Any] | None = None) -> Count:
-    """Count rows, or estimate them where there are many `among` which they have to be found."""
+    """Count rows, or estimate them where very many have to be looked at: `among`, or these."""
     if _is_many(rows if among is None else among):
         return Count(_expected(rows), is_exact=False)
     return Count(rows.count())

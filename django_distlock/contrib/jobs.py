@@ -247,7 +247,7 @@ def queued_again(error: Refusal, key: str, task_id: str, pause: float) -> Marker
 def key_maker(
     key: str | Callable[..., str], function: Callable[..., Any], *, hidden: int = 0
 ) -> Callable[..., str]:
-    """Return what makes a key of the arguments of a job: its first parameters may be hidden."""
+    """Return what makes a key of a job's arguments; so many of its first parameters are hidden."""
     if callable(key):
         return key
     signature = inspect.signature(function)

@@ -50,7 +50,7 @@ def spend(until: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwar
 
 
 def apart(work: Callable[[], T], name: str) -> T:
-    """Do some work that knows no bound; where the call ends before, leave it behind, by `Over`."""
+    """Do some work that knows no bound; if the call ends first, leave it behind, by `Over`."""
     seconds = left()
     if seconds == math.inf:
         return work()

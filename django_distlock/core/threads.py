@@ -41,7 +41,7 @@ class Bell:
         return not self._rung.empty()
 
     def ring(self) -> bool:
-        """Wake everybody who waits, one after the other, and let nobody wait from now on: True."""
+        """Wake everybody, one after the other, and let nobody wait from now on; always True."""
         if not self.is_rung:
             self._rung.put(None)
         return True

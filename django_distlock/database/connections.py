@@ -391,7 +391,7 @@ def bound_opening(own: BaseDatabaseWrapper, options: Mapping[str, Any]) -> None:
 
 
 def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDatabaseWrapper:
-    """Return a connection of our own to the same database, not open yet. Its own options win."""
+    """Return a connection of our own, not open yet; `defaults` where the project has no option."""
     return type(template)(_own_settings(template, defaults), template.alias)
 
 

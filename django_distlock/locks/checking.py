@@ -113,7 +113,7 @@ def terms_of(lock: Lock, store: BaseLockBackend) -> Terms:
 
 
 def template(lock: Lock) -> str:
-    """Return the template of a decorator's keys; refuse what leaves a refusal to its block."""
+    """Return the template of a decorator's keys; refuse `on_conflict="yield"`, for blocks alone."""
     if lock.on_conflict == "yield":
         raise LockUsageError(
             f'on_conflict="yield" lets a block decide whether it runs without {lock.key!r}, and a'
@@ -157,7 +157,7 @@ def for_call(
 
 
 def counted(lock: Lock) -> int:
-    """Return how many may hold the key of a lock; refuse a function, without a call to ask by."""
+    """Return how many may hold the key of a lock; refuse a function, which needs a call."""
     if callable(lock.permits):
         raise LockUsageError(
             f"permits of {lock.key!r} is a function of a call's arguments: it goes with decorators."

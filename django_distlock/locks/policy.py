@@ -79,7 +79,7 @@ class Policy:
 
     @classmethod
     def of(cls, on_conflict: object, on_unavailable: object, *conflicts: str) -> Policy:
-        """Return a policy that was checked; its conflicts: "skip", "raise", "run", and others."""
+        """Return a policy that was checked; `conflicts` are words beside "skip", "raise", "run"."""
         choice("on_conflict", on_conflict, ("skip", *conflicts, "raise", "run"))
         choice("on_unavailable", on_unavailable, ("raise", "skip", "run"))
         return cls(str(on_conflict), str(on_unavailable))
@@ -158,7 +158,7 @@ def where_unavailable(error: BackendUnavailable, chosen: str) -> str:
 def skip(
     what: str, refusal: Refusal, backend: str, key: str, *, task: str | None = None
 ) -> dict[str, Any]:
-    """Say that work is skipped, as the log calls it; return what stands in place of its result."""
+    """Say that work is skipped, which the log calls `what`; return what stands for its result."""
     level = logging.INFO if isinstance(refusal, LockNotAcquired) else logging.ERROR
     extra = log_fields("skipped", backend=backend, key=key, task=task, error=refusal)
     logger.log(level, "%s is skipped: %s", what, refusal, extra=extra)

@@ -422,7 +422,7 @@ class Holding:
     # The loss
 
     def report_lost(self, cause: str, *, by_timer: bool = False) -> None:
-        """Tell that the lease is lost, unless that has been told; a timer lets a thread do so."""
+        """Tell that the lease is lost, unless that was told; `by_timer`: in a thread of its own."""
         if not self.losses.claim():
             return
         self.losses.cancel()

@@ -99,7 +99,7 @@ class Pair(Times):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(Document):
-    """What was found about a backend; None: that was not asked for. `woken`: its waiters are."""
+    """What was found about a backend; None: that was not asked for. `woken`: it wakes who waits."""
 
     backend: str
     woken: bool

@@ -157,7 +157,7 @@ def status_of(error: Exception) -> int:
 def ask_each(
     backends: Collection[str] | None, failures: list[Failure], ask: Callable[[BaseLockBackend], T]
 ) -> list[T]:
-    """Return the answers of backends whose locks other processes see; None: ask all of them."""
+    """Ask backends whose locks other processes see, or all; `failures` takes what could not be."""
     found: list[T] = []
     for alias in lock_backends if backends is None else dict.fromkeys(backends):
         try:

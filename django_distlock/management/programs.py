@@ -212,7 +212,7 @@ class Signals:
         self._state = "starting"
 
     def pass_on(self, program: Program, before_continuing: Callable[[], None]) -> None:
-        """Pass on what comes, and what was kept; call this before a stopped program goes on."""
+        """Pass on what comes, and what was kept; call back before a stopped program goes on."""
         self._program, self._before_continuing = program, before_continuing
         self._state = "running"
         while self._early:

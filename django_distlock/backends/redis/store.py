@@ -86,7 +86,7 @@ class RedisStore:
             return isinstance(self.client, redis.RedisCluster)
 
     def ask(self, call: Call, key: str | None = None) -> str:
-        """Call a script; raises `BackendUnavailable`, or a `LockError` where the server refuses."""
+        """Call a script; `BackendUnavailable`: no answer; another `LockError`: it was refused."""
         with self._asking(key) as lines:
             return text(lines.ask(call), _IN_JSON)
 

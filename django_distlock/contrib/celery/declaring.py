@@ -20,7 +20,7 @@ logger = logging.getLogger("django_distlock")
 
 
 def declare(function: Callable[..., Any], terms: Terms, *, acks_late: bool | None = None) -> None:
-    """Note the keys of a locked function; `acks_late`: what its task says, once it is one's."""
+    """Note the keys of a locked function; `acks_late` is that of its task, if it has one by now."""
     policy = {None: "skip or retry", True: "retry", False: "skip"}[acks_late]
     chosen = terms.on_conflict or ("retry" if terms.until_start else policy)
     found = [

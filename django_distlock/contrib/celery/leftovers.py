@@ -27,7 +27,7 @@ MOST: Final = 10_000
 
 
 class Words(NamedTuple):
-    """What the log says of something that is left: its event, that of a retry, that of the end."""
+    """What the log says: the event, and its texts for what is tried again, and what is given up."""
 
     event: str
     later: str

@@ -35,7 +35,7 @@ class Asking(Generic[T]):
         self._asked_at = self._answered_at = 0.0
 
     def ask(self, max_age: float) -> tuple[Future[T], float]:
-        """Return what has an answer, not older than this, or will; and when it was asked."""
+        """Return the future of an answer, at most `max_age` s old, and when it was asked for."""
         with self._mutex:
             asked, is_ours = self._asked, self._pid == os.getpid()
             is_new = time.monotonic() - self._answered_at <= max_age

@@ -82,7 +82,7 @@ class Hearer(ABC):
         """Return what it hears, and with what."""
 
     def connect(self, uid: str) -> None:
-        """Hear from now on; of several with this name, the first one that was connected."""
+        """Hear from now on, unless another recorder was connected under this name before."""
         for signal, receive in self._receivers():
             signal.connect(receive, weak=False, dispatch_uid=uid)
 
@@ -183,7 +183,7 @@ class Recorder(Hearer):
 
 
 def outcome_of(cause: object, wait: float | None) -> str:
-    """Return the `outcome` of an acquire that got no grant within the seconds of its `wait`."""
+    """Return the `outcome` of an acquire that got no grant, and was to `wait` for so long."""
     if isinstance(cause, LockNotAcquired):
         if cause.holder is not None and cause.holder.leads:
             return "standby"

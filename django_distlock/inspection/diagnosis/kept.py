@@ -49,7 +49,7 @@ AHEAD: Final = 1.0
 
 
 def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
-    """Note what is wrong with what a store keeps: so many locks at most, as many waiters."""
+    """Note what is wrong with what a store keeps; so many locks, and waiters, are looked at."""
     if is_redis(store):
         keys = sum(map(int, store.store.of_each_server("DBSIZE").values()))
         if keys > MANY_KEYS:
@@ -274,7 +274,7 @@ def _note_waiters(
     is_dead: Callable[[Holder], bool],
     late: int = 0,
 ) -> None:
-    """Note who waits for which keys, which may come several times; `late`: of expired notes."""
+    """Note who waits: keys may come several times; `late` is how many notes have expired."""
     crowd: Counter[str] = Counter()
     dead: Counter[str] = Counter()
     cut, until = "", time.monotonic() + WAITER_SECONDS
