@@ -102,8 +102,8 @@ def number(use: str, name: str, seed: str = _SEED) -> str:
         name: An expression for the storage key.
         seed: An expression for the secret, where it was read before.
     """
-    first = f"pg_catalog.left({_digest(use, name, seed)}, 16)"
-    return f"pg_catalog.textcat('x', {first})::bit(64)::bigint"
+    first = f"pg_catalog.substr({_sha256(_salted(use, name, seed))}, 1, 8)"
+    return f"pg_catalog.textcat('x', {_hex(first)})::bit(64)::bigint"
 
 
 def mark() -> str:
@@ -123,15 +123,23 @@ def word() -> str:
 
 def called(name: str) -> str:
     """Return an expression for what is called out of a storage key, as `number` does."""
-    return f"pg_catalog.left({_hashed(f'pg_catalog.textcat({word()}, {name})')}, 32)"
+    return f"pg_catalog.left({_hex(_sha256(f'pg_catalog.textcat({word()}, {name})'))}, 32)"
 
 
-def _digest(use: str, name: str = "''", seed: str = _SEED) -> str:
-    return _hashed(f"pg_catalog.textcat({seed}, pg_catalog.textcat(':{use}:', {name}))")
+def _digest(use: str) -> str:
+    return _hex(_sha256(_salted(use, "''", _SEED)))
 
 
-def _hashed(text: str) -> str:
-    return f"pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to({text}, 'UTF8')), 'hex')"
+def _salted(use: str, name: str, seed: str) -> str:
+    return f"pg_catalog.textcat({seed}, pg_catalog.textcat(':{use}:', {name}))"
+
+
+def _sha256(text: str) -> str:
+    return f"pg_catalog.sha256(pg_catalog.convert_to({text}, 'UTF8'))"
+
+
+def _hex(octets: str) -> str:
+    return f"pg_catalog.encode({octets}, 'hex')"
 
 
 def script(name: str, schema: str) -> str:
