@@ -576,7 +576,7 @@ MUTANTS = (
     Mutant(
         "who waits for a key has locked others behind it", "postgres",
         TRANSACTION_LOCK,
-        old=r"END LIMIT 1;", new="END ORDER BY k.place DESC LIMIT 1;",
+        old=r"END LIMIT 1", new="END ORDER BY k.place DESC LIMIT 1",
         test=f"{LOCKED}::test_waiting_keeps_none_of_the_keys_behind", case="{backend}-False",
     ),
     Mutant(

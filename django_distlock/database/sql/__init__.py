@@ -153,7 +153,7 @@ def script(name: str, schema: str) -> str:
     put_in = _PIECES | {
         "{turn}": number("turn", "p_storage_key"),
         "{turn_of_seed}": number("turn", "p_storage_keys[v_at]", "v_seed"),
-        "{turn_of_row}": number("turn", "k.storage_key", "v_seed"),
+        "{turn_of_row}": number("turn", "k.storage_key", "s.seed"),
         "{seed}": _SEED,
         "{mark}": mark(),
         "{channel}": channel(),

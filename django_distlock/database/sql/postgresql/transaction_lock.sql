@@ -35,7 +35,6 @@ DECLARE
     v_until timestamptz := pg_catalog.clock_timestamp() + v_bound * interval '1 millisecond';
     v_left bigint;
     v_seed text;
-    v_mark bigint;
     v_at integer := 0;
     v_place integer;
     v_shared boolean;
@@ -60,24 +59,25 @@ BEGIN
     BEGIN
         -- Also for tables that somebody has locked.
         v_ignored := pg_catalog.set_config('lock_timeout', greatest(v_bound, 1)::text, true);
-        SELECT {seed}, {mark} INTO v_seed, v_mark FROM "django_distlock_heldlock_salt" s;
-        IF NOT FOUND THEN
-            RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'
-                USING ERRCODE = '58000', HINT = 'Run manage.py migrate.';
-        END IF;
-        -- Tells sessions with transaction locks from those that acquire a lease right now.
-        PERFORM pg_catalog.pg_advisory_xact_lock_shared(v_mark);
         LOOP
             -- Those that are free, in one query, up to the first that is not: all, nearly always.
-            SELECT k.place INTO v_at FROM ROWS FROM (
-                pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_shared)
-            ) WITH ORDINALITY k(storage_key, shared, place)
-                WHERE NOT CASE
-                    WHEN k.place <= v_at THEN true
-                    WHEN k.shared THEN pg_catalog.pg_try_advisory_xact_lock_shared({turn_of_row})
-                    ELSE pg_catalog.pg_try_advisory_xact_lock({turn_of_row})
-                END LIMIT 1;
-            EXIT WHEN NOT FOUND;
+            SELECT s.seed, (
+                    SELECT k.place
+                        FROM pg_catalog.unnest(p_storage_keys) WITH ORDINALITY k(storage_key, place)
+                        WHERE NOT CASE
+                            WHEN k.place <= v_at THEN true
+                            WHEN p_shared[k.place]
+                                THEN pg_catalog.pg_try_advisory_xact_lock_shared({turn_of_row})
+                            ELSE pg_catalog.pg_try_advisory_xact_lock({turn_of_row})
+                        END LIMIT 1
+                ) INTO v_seed, v_at
+                FROM (
+                    -- The mark tells these sessions from those that acquire a lease right now.
+                    SELECT {seed} AS seed, pg_catalog.pg_advisory_xact_lock_shared({mark})
+                        FROM "django_distlock_heldlock_salt" s
+                ) s;
+            {require_salt}
+            EXIT WHEN v_at IS NULL;
             v_left := (pg_catalog.date_part(
                 'epoch', v_until - pg_catalog.clock_timestamp()
             ) * 1000)::bigint;
