@@ -99,8 +99,13 @@ BEGIN
             v_ignored := pg_catalog.set_config('lock_timeout', v_left::text, true);
         END IF;
         t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
-        PERFORM FROM "django_distlock_heldlock" l WHERE l.storage_key = ANY (p_storage_keys);
-        IF FOUND THEN
+        IF EXISTS (
+            SELECT FROM "django_distlock_heldlock" l WHERE l.storage_key = ANY (p_storage_keys)
+        ) OR EXISTS (
+            SELECT FROM "django_distlock_fencecounter" c
+                WHERE c.storage_key = ANY (p_storage_keys)
+                    AND (c.paused_until > t OR c.closed_until IS NOT NULL OR c.xmax <> 0)
+        ) THEN
             -- Waits for an extend in flight: what looks over may last. What is over since counts as
             -- held, here and below.
             PERFORM FROM "django_distlock_heldlock" l
@@ -112,55 +117,55 @@ BEGIN
                 WHERE l.storage_key = ANY (p_storage_keys) AND (l.free_at IS NULL OR l.free_at > t)
                     AND NOT (l.token = ANY (p_tokens))
                 ORDER BY l.free_at DESC LIMIT 1;
-        END IF;
-        IF FOUND THEN
-            v_outcome := 'contended';
-        ELSE
-            SELECT min(
-                    pg_catalog.array_position(p_storage_keys, (c.storage_key COLLATE "C")::text)
-                ) FILTER (WHERE c.paused_until > t),
-                pg_catalog.bool_or(c.closed_until IS NOT NULL),
-                -- Locked by a transaction that goes on, or by several, whose number is another one.
-                pg_catalog.bool_or(
-                    c.closed_until IS NULL AND c.xmax <> 0 AND (
-                        pg_catalog.mxid_age(c.xmax) >= 0
-                        OR pg_catalog.age(c.xmax) <= (SELECT pg_catalog.age(
-                            pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())::xid
-                        ))
+            IF FOUND THEN
+                v_outcome := 'contended';
+            ELSE
+                SELECT min(
+                        pg_catalog.array_position(p_storage_keys, (c.storage_key COLLATE "C")::text)
+                    ) FILTER (WHERE c.paused_until > t),
+                    pg_catalog.bool_or(c.closed_until IS NOT NULL),
+                    -- Locked by a transaction that goes on, or by several, whose number is another one.
+                    pg_catalog.bool_or(
+                        c.closed_until IS NULL AND c.xmax <> 0 AND (
+                            pg_catalog.mxid_age(c.xmax) >= 0
+                            OR pg_catalog.age(c.xmax) <= (SELECT pg_catalog.age(
+                                pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())::xid
+                            ))
+                        )
                     )
-                )
-                INTO v_place, v_shared, v_locked
-                FROM "django_distlock_fencecounter" c
-                WHERE c.storage_key = ANY (p_storage_keys)
-                    AND (c.paused_until > t OR c.closed_until IS NOT NULL OR c.xmax <> 0);
-            IF v_place IS NOT NULL THEN
-                v_outcome := 'paused';
-            ELSIF v_shared THEN
-                -- Leases share one of the keys, or did.
-                PERFORM FROM ROWS FROM (
-                        pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_shared)
-                    ) k(storage_key, shared)
-                    JOIN "django_distlock_fencecounter" c
-                        ON c.storage_key = k.storage_key AND c.closed_until IS NOT NULL
-                    JOIN "django_distlock_heldlock" l
-                        ON l.storage_key >= pg_catalog.textcat(k.storage_key, '{place}')
-                        AND l.storage_key < pg_catalog.textcat(k.storage_key, '{place_end}')
-                    WHERE NOT k.shared AND l.free_at <= t FOR SHARE OF l;
-                SELECT l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder, k.place
-                    INTO h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder, v_place
-                    FROM ROWS FROM (
-                        pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_shared)
-                    ) WITH ORDINALITY k(storage_key, shared, place)
-                    JOIN "django_distlock_fencecounter" c
-                        ON c.storage_key = k.storage_key AND c.closed_until IS NOT NULL
-                    JOIN "django_distlock_heldlock" l
-                        ON l.storage_key >= pg_catalog.textcat(k.storage_key, '{place}')
-                        AND l.storage_key < pg_catalog.textcat(k.storage_key, '{place_end}')
-                    WHERE NOT k.shared AND (l.free_at IS NULL OR l.free_at > t)
-                        AND NOT (l.token = ANY (p_tokens))
-                    ORDER BY l.free_at DESC LIMIT 1;
-                IF FOUND THEN
-                    v_outcome := 'contended';
+                    INTO v_place, v_shared, v_locked
+                    FROM "django_distlock_fencecounter" c
+                    WHERE c.storage_key = ANY (p_storage_keys)
+                        AND (c.paused_until > t OR c.closed_until IS NOT NULL OR c.xmax <> 0);
+                IF v_place IS NOT NULL THEN
+                    v_outcome := 'paused';
+                ELSIF v_shared THEN
+                    -- Leases share one of the keys, or did.
+                    PERFORM FROM ROWS FROM (
+                            pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_shared)
+                        ) k(storage_key, shared)
+                        JOIN "django_distlock_fencecounter" c
+                            ON c.storage_key = k.storage_key AND c.closed_until IS NOT NULL
+                        JOIN "django_distlock_heldlock" l
+                            ON l.storage_key >= pg_catalog.textcat(k.storage_key, '{place}')
+                            AND l.storage_key < pg_catalog.textcat(k.storage_key, '{place_end}')
+                        WHERE NOT k.shared AND l.free_at <= t FOR SHARE OF l;
+                    SELECT l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder, k.place
+                        INTO h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder, v_place
+                        FROM ROWS FROM (
+                            pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_shared)
+                        ) WITH ORDINALITY k(storage_key, shared, place)
+                        JOIN "django_distlock_fencecounter" c
+                            ON c.storage_key = k.storage_key AND c.closed_until IS NOT NULL
+                        JOIN "django_distlock_heldlock" l
+                            ON l.storage_key >= pg_catalog.textcat(k.storage_key, '{place}')
+                            AND l.storage_key < pg_catalog.textcat(k.storage_key, '{place_end}')
+                        WHERE NOT k.shared AND (l.free_at IS NULL OR l.free_at > t)
+                            AND NOT (l.token = ANY (p_tokens))
+                        ORDER BY l.free_at DESC LIMIT 1;
+                    IF FOUND THEN
+                        v_outcome := 'contended';
+                    END IF;
                 END IF;
             END IF;
         END IF;
