@@ -61,7 +61,7 @@ _PLACEHOLDERS = {
     "extend": f"%s, %s, %s, {GRACE}, %s",
     "extend_many": f"%s::text[], %s::text[], %s::double precision[], {GRACE}, %s",
     "release": "%s, %s, %s, %s",
-    "transaction_lock": "%s::text[], %s::boolean[], %s::text[], %s::bigint, %s",
+    "transaction_lock": "%s, %s, %s, %s, %s",
 }
 
 
