@@ -9,7 +9,7 @@ from typing import Any
 from django.apps import apps
 from django.conf import settings
 from django.core import checks
-from django.db import DatabaseError, Error, connections, models, router
+from django.db import DatabaseError, Error, connections, models
 from django.db.migrations.exceptions import (
     BadMigrationError,
     CircularDependencyError,
@@ -33,6 +33,7 @@ from ..models import (
 )
 from .configured import DOCS, Subject, about, check_each, configured, where
 from .fencing import fenced_models_in
+from .routers import written_to
 from .schema import APP, creators, functions, indexes, readers, several, unapplied
 from .triggers import fence_triggers
 
@@ -296,6 +297,6 @@ def _shares_file(using: str) -> bool:
         if connections[alias].vendor == "sqlite" and database_file(connections[alias]) == file
     ]
     return any(
-        model._meta.app_label != APP and model._meta.managed and router.db_for_write(model) in same
+        model._meta.app_label != APP and model._meta.managed and written_to(model) in same
         for model in apps.get_models(include_auto_created=True)
     )

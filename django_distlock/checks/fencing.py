@@ -8,12 +8,13 @@ from typing import Any
 from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core import checks
-from django.db import models, router
+from django.db import models
 
 from ..backends.database import DatabaseBackend
 from ..fencing import FencedModel, FencedQuerySet
 from ..fencing.keys import KeyTemplate
 from .configured import DOCS, check_each, where
+from .routers import written_to
 
 
 @checks.register("distlock")
@@ -70,7 +71,7 @@ def check_fence_floor(backend: DatabaseBackend) -> Iterator[checks.CheckMessage]
 
 def fenced_models_in(using: str) -> list[type[FencedModel]]:
     """Return the models whose rows refuse stale fences and are written in a database."""
-    return [model for model in _fenced_models(None) if router.db_for_write(model) == using]
+    return [model for model in _fenced_models(None) if written_to(model) == using]
 
 
 def _is_fenced(manager: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.core import checks
-from django.db import connections, router
+from django.db import connections, models, router
 
 from ..backends.tables import FenceTable
 from ..core.pages import page
@@ -53,6 +53,14 @@ def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
             )
         )
     return found
+
+
+def written_to(model: type[models.Model]) -> str | None:
+    """Return the database of a model of the project; None: its router needs an instance for it."""
+    try:
+        return router.db_for_write(model)
+    except Exception:  # noqa: BLE001 - code of the project, such as one that asks for a tenant
+        return None
 
 
 def _same(using: str) -> list[str]:

@@ -15,6 +15,7 @@ from django_distlock import InvalidLockBackend, Lease, LockUsageError, distlock
 from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import see
 from django_distlock.handler import lock_backends
+from django_distlock.inspection.diagnosis import diagnose
 from tests.backends import ADVISORY, DATABASE
 
 #: Whose request it is: the alias of a tenant, or nobody's.
@@ -92,3 +93,24 @@ def test_seen_fences_stay_in_one_database(tenants: tuple[str | None, ...], key: 
     assert see(Fence(key, 6), "default") == 7
     TENANT.set("default")
     assert see(Fence(key, 6)) == 7
+
+
+class OfInstances:
+    """Names the database of a project's row, and knows none for its model."""
+
+    def db_for_write(self, model: Any, **hints: Any) -> str | None:
+        """Name the shard of a row."""
+        if model._meta.app_label == "shop":
+            return str(hints["instance"].shard)
+        return "default" if model._meta.app_label != "django_distlock" else None
+
+    db_for_read = db_for_write
+
+
+@pytest.mark.parametrize("using", ["default", "sqlite"])
+def test_router_that_needs_an_instance_stops_neither_checks_nor_the_doctor(using: str) -> None:
+    """Django's own checks ask routers only where tables are made; `migrate` runs ours as well."""
+    with override_settings(DATABASE_ROUTERS=[OfInstances()]), configured(using=using):
+        said = {each.id for each in checks.run_checks(databases=[using])}
+        said |= {each.id for each in diagnose().findings}
+    assert not said & {"distlock.E001", "distlock.D013"}

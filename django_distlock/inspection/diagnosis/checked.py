@@ -10,12 +10,12 @@ from typing import Final
 from django.apps import apps
 from django.core import checks
 from django.core.checks.registry import registry
-from django.db import router
 
 from ...backends.base import BaseLockBackend
 from ...backends.database import DatabaseBackend
 from ...backends.tables import FenceTable
 from ...checks.configured import Subject, is_redis
+from ...checks.routers import written_to
 from ...core import threads
 from ...database.connections import close_here
 from .findings import Mark, Notes, level_of
@@ -170,5 +170,5 @@ def _databases(
     wanted = {store.using for store in tables}
     if everything:
         # Rows that refuse stale fences may be anywhere.
-        wanted |= {router.db_for_write(model) for model in apps.get_models()}
+        wanted.update(filter(None, map(written_to, apps.get_models())))
     return sorted(wanted - {store.using for store in tables if notes[store.alias].is_silent})
