@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +28,7 @@ from ..core.errors import BackendUnavailable, FenceRejected, LockLost, LockNotAc
 from ..handler import lock_backends
 from ..locks.lock import distlock
 from .late import TTL, Other, Stuck, line_of
+from .statuses import own_version
 from .targets import RedisTarget, TableTarget, leave_nothing, target_of
 
 #: Fewer keys than processes: some of them wait.
@@ -220,7 +220,7 @@ class Endurance:
             "keys": KEYS,
             "ttl": TTL,
             "versions": {
-                "django-distlock": version("django-distlock"),
+                "django-distlock": own_version(),
                 "django": django.get_version(),
                 "python": platform.python_version(),
                 "server": server,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from ..core.errors import LockNotAcquired
@@ -18,6 +19,14 @@ LOST: Final = 76
 #: There is such a program, and it cannot be run; there is none. As shells say it.
 NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127
+
+
+def own_version() -> str | None:
+    """Return the version of this package; None: it runs from a folder that no installer knows."""
+    try:
+        return version("django-distlock")
+    except PackageNotFoundError:
+        return None
 
 
 def who_holds(error: LockNotAcquired) -> str:

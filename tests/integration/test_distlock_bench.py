@@ -9,7 +9,9 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from django.db import connections
@@ -122,6 +124,13 @@ def test_percentiles_need_as_many_operations() -> None:
         for count in (1, 19, 20, 99, 100)
     }
     assert seen == {1: (None, None), 19: (None, None), 20: (1, None), 99: (1, None), 100: (1, 1)}
+
+
+def test_copy_that_nobody_installed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version is not known; the long drill asks for it behind hours of work."""
+    monkeypatch.setattr(metadata, "distribution", Mock(side_effect=metadata.PackageNotFoundError))
+    ran = run("distlock_bench", "--backend=memory", *SMALL, "--json")
+    assert (ran.status, ran.json["machine"]["django_distlock"]) == (0, None)
 
 
 # Stores that fail

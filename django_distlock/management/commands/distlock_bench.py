@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
 from typing import Any
 
 import django
@@ -17,7 +16,7 @@ from ...inspection import Failure
 from ..bench import PARTS, Bench, Measured, Plan, Times
 from ..operating import OperatorCommand, add_backends
 from ..reading import between, up_to
-from ..statuses import BUSY, UNAVAILABLE, who_holds
+from ..statuses import BUSY, UNAVAILABLE, own_version, who_holds
 from ..tables import Cell
 
 #: The longest measurement, in seconds.
@@ -114,7 +113,7 @@ def _about(plan: Plan) -> dict[str, Any]:
             "cpus": os.cpu_count(),
             "python": platform.python_version(),
             "django": django.get_version(),
-            "django_distlock": version("django-distlock"),
+            "django_distlock": own_version(),
         },
     }
 
