@@ -6,8 +6,10 @@ import getpass
 import json
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -41,13 +43,31 @@ HEADINGS = (
 
 
 class _Escaping(OutputWrapper):
-    """Prints an escape for each letter of a key that the encoding of the terminal lacks."""
+    """Prints an escape for each letter of a key that the encoding of the terminal lacks.
+
+    What nobody reads any more, as behind `| head`, stops no command in the middle of its work.
+    """
 
     def write(  # type: ignore[override]
         self, msg: str = "", style_func: Any = None, ending: str | None = None
     ) -> None:
         encoding = getattr(self._out, "encoding", None) or "utf-8"
-        super().write(msg.encode(encoding, "backslashreplace").decode(encoding), style_func, ending)
+        text = msg.encode(encoding, "backslashreplace").decode(encoding)
+        with self._unread():
+            super().write(text, style_func, ending)
+
+    def flush(self) -> None:
+        with self._unread():
+            super().flush()
+
+    @contextmanager
+    def _unread(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            # Also what is still to be written, when the interpreter ends.
+            with Path(os.devnull).open("w") as nowhere:
+                os.dup2(nowhere.fileno(), self._out.fileno())  # type: ignore[attr-defined]
 
 
 class OperatorCommand(ReadingCommand):
@@ -80,6 +100,7 @@ class OperatorCommand(ReadingCommand):
                 self.print_json({"failures": [Failure.of(alias, error)]})
             raise CommandError(str(error), returncode=status) from error
         finally:
+            self.stdout.flush()
             if not event_log.finish(AUDIT_SECONDS):
                 self.stderr.write(
                     f"The lock events of this command were not written within {AUDIT_SECONDS} s:"

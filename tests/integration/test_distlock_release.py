@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -73,6 +74,18 @@ def test_key_is_taken_from_its_holder(key: str, alias: str) -> None:
     assert (event.kind, event.reason) == (LockEvent.Kind.FORCED, "it hangs")
     assert event.actor.startswith(f"{getpass.getuser()}@")
     assert grant.token not in ran.out + ran.err
+
+
+def test_reader_that_leaves_stops_no_release(
+    key: str, grants: list[Grant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind `| head`: what was shown first is released, and the status is that of the work."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        call_command("distlock_release", "--prefix", key, OF, *FORCED)
+    assert still_held(grants) == [False] * 3
 
 
 @pytest.mark.parametrize("what", [["{key}"], ["--prefix", "{key}"]], ids=["key", "prefix"])
