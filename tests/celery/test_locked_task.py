@@ -757,6 +757,23 @@ def test_unique_key_ends_with_a_task_that_has_not_begun(
     assert len(held_now()) == (2 if is_queued else 0)
 
 
+def test_unique_key_ends_with_a_task_that_celery_could_not_start(app: Celery) -> None:
+    """The store of results did not take its state: the task has failed, and comes no more."""
+    app.conf.task_track_started = True
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task("lock:{number}", unique="{number}", max_queued=3)
+    def work(number: int) -> None: ...
+
+    with queue_of(app) as next_message:
+        result = work.delay(7)
+        away = mock.patch.object(app.backend, "store_result", side_effect=[OSError, mock.DEFAULT])
+        with away, pytest.warns(RuntimeWarning, match="outside body"):
+            deliver(work, 7, **next_message().headers)
+        assert not held_now()
+        assert work.delay(7).id != result.id
+
+
 @pytest.mark.parametrize("base", [LockedTask, ended(ValueError())], ids=["begun", "not begun"])
 def test_unique_key_ends_with_a_task_whose_body_is_wrapped(app: Celery, base: type[Task]) -> None:
     """As with pydantic=True, whose arguments are others than those of the message."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -467,7 +468,9 @@ def ended(task: Any = None, state: str | None = None, retval: Any = None, **_: A
         if made.has_keys:
             return
     is_rejected = state == states.REJECTED and not getattr(retval, "requeue", False)
+    # Without a state: the store of results did not take that it is started, and so it has failed.
+    is_failed = state is None and isinstance(sys.exception(), Exception)
     terms = terms_of(task)
-    if terms is not None and (is_rejected or state in _OVER):
+    if terms is not None and (is_rejected or is_failed or state in _OVER):
         free = partial(endings.free_claims, task, request)
         leftovers.free(free, terms.backend, f"unique key of {request.id}")
