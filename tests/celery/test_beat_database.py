@@ -8,8 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from celery import Celery
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
+from django.utils import timezone
 
 from django_distlock.contrib.celery import scheduler
 from tests.conftest import DECLARED
@@ -54,6 +56,49 @@ def test_rows_are_sent_once_whoever_is_killed(tmp_path: Path, key: str) -> None:
         notes = [each["sent_at"] for each in site.ran() if each["name"] == "note"]
         gaps = [later - sooner for sooner, later in pairwise(notes)]
         assert min(gaps) > every / 2, gaps
+
+
+@has_rows
+def test_row_that_is_made_anew_runs_again(tmp_path: Path, key: str) -> None:
+    """Also one that is to run once, from a time on: the mark of its name is that of another row."""
+    with new_database() as name, alias_like("default", NAME=name) as alias:
+        apps = [*settings.INSTALLED_APPS[:3], "django_celery_beat"]
+        site = Site(tmp_path, key, "redis", every=3.0, ttl=5.0, using=alias, INSTALLED_APPS=apps)
+        site.project.manage("migrate", "-v", "0")
+        assert site.project.run("tests.celery.test_beat_database:run_rows", key) == [1, 2]
+
+
+def run_rows(key: str) -> list[int]:
+    """Let a beat send what is to run once, and that again when its row was made anew."""
+    from django_celery_beat.models import IntervalSchedule, PeriodicTask
+
+    ran: list[int] = []
+    app = Celery("rows", broker="memory://")
+
+    @app.task(name="rows.note")
+    def note(number: int) -> None:
+        ran.append(number)
+
+    app.conf.update(task_always_eager=True, beat_distlock_key=key)
+    daily = IntervalSchedule.objects.create(every=1, period="days")
+    beat = scheduler.DistlockDatabaseScheduler(app=app, max_interval=0.1)
+    beat.tick()
+    for number in (1, 2):
+        PeriodicTask.objects.filter(name="once").delete()
+        PeriodicTask.objects.create(
+            name="once",
+            task="rows.note",
+            args=f"[{number}]",
+            interval=daily,
+            one_off=True,
+            start_time=timezone.now(),
+        )
+        give_up = time.monotonic() + 10
+        while len(ran) < number and time.monotonic() < give_up:
+            beat.tick()
+            time.sleep(0.02)
+    beat.close()
+    return ran
 
 
 @pytest.mark.skipif(find_spec("django_celery_beat") is not None, reason="it is installed")

@@ -6,7 +6,7 @@ import heapq
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -31,6 +31,9 @@ from .beats import Mark, Marks, Moved, NotNow, mark_key
 PATIENCE: Final = 5.0
 #: Seconds until what failed is tried again.
 AGAIN: Final = 1.0
+#: By how much django-celery-beat lets a row count from before it was changed, if it was not run
+#: since, and has a time to start at.
+_BEFORE_ITS_START: Final = timedelta(days=365 * 30)
 
 
 class _Later(Exception):
@@ -235,11 +238,16 @@ def _database_scheduler() -> type[Any]:
         def _apply(self, entry: Any, mark: Mark) -> None:
             # The row is known to all beats. It may be older than the mark, if nobody has saved it,
             # or younger, if a task was enabled again; in the future, by a clock that was ahead.
-            now = _aware(entry.default_now())
-            if not self._sent_at(entry, mark) <= _aware(entry.last_run_at) <= now:
+            sent_at, since = self._sent_at(entry, mark), _aware(entry.last_run_at)
+            changed = _aware(entry.model.date_changed or entry.last_run_at)
+            is_younger = sent_at <= changed
+            if is_younger and changed - since == _BEFORE_ITS_START:
+                return
+            if not sent_at <= since <= _aware(entry.default_now()):
                 super()._apply(entry, mark)
-                # One that is to run once is over by its number of runs.
-                entry.model.total_run_count = max(entry.model.total_run_count, mark.runs)
+                if not is_younger:
+                    # One that is to run once is over by its number of runs.
+                    entry.model.total_run_count = max(entry.model.total_run_count, mark.runs)
 
     DistlockDatabaseScheduler.__qualname__ = DistlockDatabaseScheduler.__name__
     return DistlockDatabaseScheduler
