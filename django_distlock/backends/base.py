@@ -192,7 +192,9 @@ class BaseLockBackend:
         if replace is not None:
             attempt.replace = validate_token(replace)
         answer = self._acquire(attempt)
-        return self._clearer(attempt.name, answer) if isinstance(answer, Contended) else answer
+        if isinstance(answer, Contended):
+            return self._clearer(attempt.name, answer, permits)
+        return answer
 
     def extend(
         self, grant: Grant, ttl: Duration | None = None, *, bound: Duration = MAX_BOUND
@@ -686,8 +688,11 @@ class BaseLockBackend:
             permits=permits,
         )
 
-    def _clearer(self, name: str, answer: Contended) -> Contended:
+    def _clearer(self, name: str, answer: Contended, permits: int | None) -> Contended:
         """Return an answer that says nothing about the key with whether a guard is in the way."""
+        if answer.busy and permits != 1:
+            # Whoever is named may share the key, and leave room for another one.
+            answer = changed(answer, fence=None)
         if self.supports_guard and answer.is_unclear:
             return changed(answer, guarded=self._is_guarded(name))
         return answer

@@ -186,9 +186,8 @@ class Records(_Group):
         # One order for all callers, so that none of them waits for another in a circle.
         found = store._acquire_many(sorted(attempts, key=lambda each: each.name))
         if isinstance(found, InTheWay):
-            return replace(
-                found, answer=store._clearer(store._name(stored_key(found.key)), found.answer)
-            )
+            name = store._name(stored_key(found.key))
+            return replace(found, answer=store._clearer(name, found.answer, permits))
         grants = {each.token: each for each in found}
         return [grants[each.token] for each in attempts]
 

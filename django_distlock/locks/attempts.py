@@ -386,7 +386,7 @@ class Attempts:
             error: LockError = self._too_slow(outcome)
         elif isinstance(outcome, LockError):
             error = outcome
-        elif outcome.is_unclear:
+        elif outcome.is_unclear and outcome.holder is None:
             took = self.backend.monotonic() - self._started
             error = unclear(self.backend, request.key, took)
         else:

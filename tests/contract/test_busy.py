@@ -14,7 +14,7 @@ from django_distlock.locks.attempts import BUSY_SECONDS
 from tests.backends import Registered
 
 from .helpers import Later, at_once, prompt, take
-from .locking import Heard, lock_of
+from .locking import Heard, held_elsewhere, lock_of
 from .stores import DatabaseStore, Stranger
 
 pytestmark = pytest.mark.stores(
@@ -60,6 +60,23 @@ def test_transaction_that_ends_in_time_is_not_noticed(
     with lock_of(registered, key, wait=0) as lease:
         assert lease.held
     timer.join()
+
+
+@pytest.mark.requires("supports_sharing")
+def test_permit_that_is_left_is_granted_behind_a_transaction(
+    registered: Registered, stranger: Stranger, key: str
+) -> None:
+    """The holder that is seen has a permit of its own, and is named where the other stays busy."""
+    lock = lock_of(registered, key, permits=2, wait=0)
+    with held_elsewhere(lock):
+        stranger.hold_table()
+        with prompt(BUSY_SECONDS), pytest.raises(LockNotAcquired, match="has held it"):
+            lock.acquire()
+        timer = threading.Timer(0.3, stranger.rollback)
+        timer.start()
+        with lock as lease:
+            assert lease.held
+        timer.join()
 
 
 @ROW_LOCKS
