@@ -46,6 +46,7 @@ from django_distlock.contrib.celery.checks import check_tasks
 from django_distlock.contrib.celery.deliveries import LEASE, OF
 from django_distlock.contrib.celery.terms import terms_of
 from django_distlock.core.keys import own_key
+from django_distlock.core.records import Contended
 from django_distlock.models import FailedTask
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
 from django_distlock.testing import hold, lose_connection, memory_locks, simulate_pause
@@ -809,6 +810,26 @@ def test_call_like_one_that_was_replaced_is_queued(app: Celery) -> None:
             deliver(work, number, **next_message().headers)
     assert ran == [last.id]
     assert not held_now()
+
+
+def test_place_that_is_replaced_may_be_busy(app: Celery) -> None:
+    """Whoever takes it over at the same moment is in the way for that moment."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task("lock", max_queued=1, on_full="replace")
+    def work(number: int) -> None: ...
+
+    store, busy = lock_backends["default"], [Contended(busy=True)]
+    acquire = store.acquire
+
+    def acquired(*args: Any, replace: str | None = None, **kwargs: Any) -> Any:
+        return busy.pop() if replace and busy else acquire(*args, replace=replace, **kwargs)
+
+    with queue_of(app), mock.patch.object(store, "acquire", acquired):
+        work.delay(1)
+        last = work.delay(2)
+    assert not busy
+    assert [each.holder.task_id for each in store.list().records] == [last.id]
 
 
 def test_unique_key_of_models_is_that_of_their_message(app: Celery) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -17,12 +18,13 @@ from celery import states
 from celery.result import EagerResult
 
 from ...backends.base import BaseLockBackend
+from ...core.clock import monotonic
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
 from ...handler import lock_backends
 from ...locks.policy import skip, where_unavailable
-from ..jobs import JobLock
+from ..jobs import WAIT, JobLock
 from . import claims
 from .calls import records_of
 from .terms import Call, Terms
@@ -126,22 +128,24 @@ def _take(place: JobLock, sending: Sending) -> tuple[Grant, Record | None]:
     """Take a place, and say whose it was."""
     store, terms = lock_backends[place.backend], sending.terms
     reserve = partial(claims.reserve, place, terms, sending.delay, sending.unique_ttl)
-    try:
-        return reserve(), None
-    except LockNotAcquired as error:
-        full = _full(place, error)
-        if terms.on_full != "replace":
-            raise full from error
-    # Somebody else may have taken the place of the same one meanwhile, or that one has begun.
-    for _ in range(terms.max_queued or 1):
-        oldest = min(records_of(store, place.key), key=lambda each: each.fence, default=None)
+    until = monotonic() + WAIT
+    while True:
         try:
-            if oldest is None:
-                return reserve(), None
-            return reserve(instead_of=oldest), oldest
-        except LockNotAcquired:
-            continue
-    raise full
+            return reserve(), None
+        except LockNotAcquired as error:
+            full = _full(place, error)
+            full.__cause__ = error
+        waiting = records_of(store, place.key)
+        is_full = len(waiting) >= terms.max_queued
+        if is_full and terms.on_full != "replace":
+            raise full
+        if is_full:
+            oldest = min(waiting, key=lambda each: each.fence)
+            with suppress(LockNotAcquired):
+                return reserve(instead_of=oldest), oldest
+        # Others took a place at the same moment, gave it back, or took that of the same one.
+        if monotonic() >= until:
+            raise full
 
 
 def _full(place: JobLock, error: LockNotAcquired) -> LockNotAcquired:
