@@ -212,29 +212,62 @@ def test_listing_names_a_key_once(
     assert [each.key for each in store.backend.list(key).records] == [key]
 
 
-@pytest.mark.parametrize("walk", ["list", "raise_fences"])
+Pages = Callable[[str | None], tuple[list[str], str | None]]
+
+
+@pytest.fixture(params=["list", "raise_fences"])
+def pages(alone: tuple[RedisBackend, Redis], request: pytest.FixtureRequest) -> Pages:
+    """Give both ways through what a server has: from a cursor to the next, five keys at most."""
+    backend, _client = alone
+
+    def page(cursor: str | None) -> tuple[list[str], str | None]:
+        if request.param == "list":
+            found = backend.list("k", cursor, limit=5)
+            return [record.key for record in found.records], found.cursor
+        raised = backend.raise_fences(7 * 10**14, cursor=cursor, limit=5)
+        return [key for key in raised.left if key.startswith("k")], raised.cursor
+
+    return page
+
+
 def test_pages_miss_nothing_while_other_keys_go(
-    alone: tuple[RedisBackend, Redis], walk: str
+    alone: tuple[RedisBackend, Redis], pages: Pages
 ) -> None:
     """However many foreign keys come and go between pages, each lock is seen, maybe twice."""
     backend, client = alone
     fill(client, 4000)
     keys = [f"k{number:02}" for number in range(60)]
-    grants = [take(backend, each) for each in keys]
-    to = max(grant.fence for grant in grants) + 10**9
-
-    def page(cursor: str | None) -> tuple[list[str], str | None]:
-        if walk == "list":
-            found = backend.list("", cursor, limit=5)
-            return [record.key for record in found.records], found.cursor
-        raised = backend.raise_fences(to, cursor=cursor, limit=5)
-        return list(raised.left), raised.cursor
-
-    seen, cursor = page(None)
+    for each in keys:
+        take(backend, each)
+    seen, cursor = pages(None)
     client.delete(*(f"foreign:{number}" for number in range(4000) if number % 4))
     while cursor is not None:
-        more, cursor = page(cursor)
+        more, cursor = pages(cursor)
         seen += more
+    assert set(seen) == set(keys)
+
+
+def test_pages_end_while_others_come_and_go(
+    alone: tuple[RedisBackend, Redis], pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page goes on, though what a step gives has changed each time that it is asked for."""
+    backend, client = alone
+    monkeypatch.setattr("django_distlock.backends.redis.store.STEP", 40)
+    # A server gives what it keeps in one piece as a whole.
+    client.config_set("zset-max-ziplist-entries", 16)
+    keys = [f"k{number:03}" for number in range(120)]
+    for each in keys:
+        take(backend, each)
+    seen, turns, others = list[str](), 0, list[Grant]()
+    cursor = None
+    while turns == 0 or (cursor is not None and turns < 100):
+        turns += 1
+        more, cursor = pages(cursor)
+        seen += more
+        for grant in others:
+            backend.release(grant)
+        others = [take(backend, f"other{turns % 3}-{number}") for number in range(20)]
+    assert cursor is None
     assert set(seen) == set(keys)
 
 

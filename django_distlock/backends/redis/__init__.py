@@ -245,13 +245,13 @@ class RedisBackend(BaseLockBackend):
     ) -> Page:
         found: list[Record] = []
         spoiled: list[Unreadable] = []
-        last = None
         pattern = _ANY_TAG + escaped(prefix) + "*"
         seen: set[str] = set()
         start = self._at("lock", "")
-        for line, walked in self.store.walk(start, pattern, cursor, limit, self._listing):
+        walk = self.store.walk(start, pattern, cursor, lambda: limit - len(found), self._listing)
+        for line, walked in walk:
             # A server that makes its table of keys smaller meanwhile may name some again.
-            chunk = [each for each in dict(walked).items() if each[0] not in seen]
+            chunk = [each for each in walked if each[0] not in seen]
             seen.update(name for name, _place in chunk)
             if host is not None or task_id is not None:
                 locks = [self._at("lock", name) for name, _place in chunk]
@@ -261,14 +261,10 @@ class RedisBackend(BaseLockBackend):
             for record, (_name, place) in zip(records, chunk, strict=True):
                 if isinstance(record, Unreadable):
                     spoiled.append(record)
-                    last = place
-                    continue
-                if record is None or not record.holder.is_one(host, task_id):
-                    continue
-                if len(found) == limit:
-                    return Page(tuple(found), last, tuple(spoiled))
-                found.append(record)
-                last = place
+                elif record is not None and record.holder.is_one(host, task_id):
+                    if len(found) == limit:
+                        return Page(tuple(found), place, tuple(spoiled))
+                    found.append(record)
         return Page(tuple(found), None, tuple(spoiled))
 
     def records_on(
@@ -408,17 +404,17 @@ class RedisBackend(BaseLockBackend):
         if name is not None:
             return self._raised(to, [name], is_page=False)
         left: list[str] = []
-        raised, last, todo = 0, None, limit
-        for _line, chunk in self.store.walk(self._at("fence", ""), _ANY_TAG + "*", cursor, limit):
+        raised, todo = 0, limit
+        walk = self.store.walk(self._at("fence", ""), _ANY_TAG + "*", cursor, lambda: todo)
+        for _line, chunk in walk:
             part = chunk[:todo]
             if part:
                 done = self._raised(to, [name for name, _place in part])
                 raised += done.raised
                 left += done.left
-                last = part[-1][1]
                 todo -= len(part)
             if len(part) < len(chunk):
-                return Raised(raised, tuple(left), last)
+                return Raised(raised, tuple(left), chunk[len(part)][1])
         return Raised(raised, tuple(left))
 
     def _raised(self, to: int | None, names: Sequence[str], *, is_page: bool = True) -> Raised:

@@ -18,8 +18,6 @@ from .store import text
 if TYPE_CHECKING:
     from . import RedisBackend
 
-#: Keys that are asked about at once.
-_PAGE: Final = 1000
 #: What a sample has, of a listing or of a cluster's keys: all, where there is no more.
 LOOKED_AT: Final = 10_000
 
@@ -34,7 +32,7 @@ def count_keys(store: RedisBackend) -> Counts:
     """
     found: Counter[str] = Counter()
     highest = waiters = 0
-    for line, page in store.store.walk(store._prefix, "*", None, _PAGE):
+    for line, page in store.store.walk(store._prefix, "*"):
         names = _by_role(name for name, _place in page)
         found.update({role: len(each) for role, each in names.items()})
         told = store.store.values(line, [store._at("fence", each) for each in names["fence"]])

@@ -177,7 +177,7 @@ class RedisStore:
                 names: dict[str, None] = {}
                 cursor = 0
                 while len(names) * len(servers) < number:
-                    cursor, found = self._step(line, cursor, "*", listing)
+                    cursor, found = self._step(line, cursor, "*", listing, STEP)
                     names.update(dict.fromkeys(found))
                     if cursor == 0:
                         break
@@ -185,10 +185,10 @@ class RedisStore:
                 yield line, list(names), max(1.0, whole / max(1, len(names)))
 
     def _step(
-        self, line: ThreadLines, cursor: int, pattern: str, listing: str | None
+        self, line: ThreadLines, cursor: int, pattern: str, listing: str | None, size: int
     ) -> tuple[int, list[str]]:
         """Take a step of a scan; return the cursor of the next one, and names; see `walk`."""
-        how = (str(cursor), "MATCH", pattern, "COUNT", str(STEP))
+        how = (str(cursor), "MATCH", pattern, "COUNT", str(size))
         if listing is None or self.is_cluster:
             following, found = line.command("SCAN", *how)
             return int(following), [text(each) for each in found]
@@ -201,7 +201,12 @@ class RedisStore:
             return subscribed(lines, channel)
 
     def walk(
-        self, start: str, pattern: str, place: str | None, size: int, listing: str | None = None
+        self,
+        start: str,
+        pattern: str,
+        place: str | None = None,
+        room: Callable[[], int] = lambda: 2 * STEP,
+        listing: str | None = None,
     ) -> Iterator[tuple[ThreadLines, list[tuple[str, str]]]]:
         """Go through the keys that match a pattern, without keeping the server from its work.
 
@@ -211,14 +216,14 @@ class RedisStore:
         Args:
             start: What all the keys start with.
             pattern: What comes behind it, as `SCAN` takes it.
-            place: Behind which key to go on; None: from the start.
-            size: How many keys at most to give at once.
+            place: Where to go on; None: from the start.
+            room: Tells how many keys are taken at most before the caller goes on from a place.
             listing: The sorted set with the names, to go through where there is one: of a server,
                 and not of a cluster. It may name keys that are gone.
 
         Yields:
             The connections to the server that has the keys, and what comes behind the start, each
-            with its place.
+            with the place before it.
         """
         pattern = escaped(start) + pattern
         begin = Place() if place is None else Place.parsed(place)
@@ -230,20 +235,33 @@ class RedisStore:
             if line.name < begin.server:
                 continue
             step = begin if line.name == begin.server else Place(line.name)
+            size = 1 if step.last else _fitting(room)
             while True:
                 with self._asking():
-                    following, found = self._step(line, step.scan, pattern, listing)
+                    following, found = self._step(line, step.scan, pattern, listing, size)
                 # A step that is asked for again goes as far as it did, unless keys have come or
                 # gone meanwhile: then what it gives may be new, also where its name is not.
                 last = step.last if following == step.following else ""
-                step = step._replace(following=following)
-                ends = (name[len(start) :] for name in found)
+                ends = {name[len(start) :] for name in found}
                 names = sorted(name for name in ends if name > last)
-                place = str(step._replace(last=""))
-                placed = [(name, place + name) for name in names]
-                yield from ((line, placed[at : at + size]) for at in range(0, len(placed), size))
+                if len(names) > room() and size > 1:
+                    # No place in a long step lasts: where keys come and go, it would begin anew
+                    # each time. The shortest has but a few.
+                    size = max(1, min(size // 2, room() // 2))
+                    continue
+                step = step._replace(following=following, last="")
+                placed = [
+                    (name, str(step._replace(last=before)))
+                    for before, name in zip([last, *names], names, strict=False)
+                ]
+                while placed:
+                    part = max(1, min(STEP, room()))
+                    yield line, placed[:part]
+                    placed = placed[part:]
                 if following == 0:
                     break
+                # Few of them match, or those that are wanted still fit.
+                size = min(STEP, 2 * size) if 4 * len(names) < size else _fitting(room)
                 step = Place(line.name, following)
 
     @contextmanager
@@ -303,6 +321,11 @@ class RedisStore:
             # A thread of the parent may have the mutex of the client's map of servers.
             self._client = None
         self._begin()
+
+
+def _fitting(room: Callable[[], int]) -> int:
+    """Return the size of a step whose keys are surely taken: it may give a few more."""
+    return max(1, min(STEP, room() // 2))
 
 
 def escaped(text: str) -> str:

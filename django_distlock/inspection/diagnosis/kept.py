@@ -332,7 +332,7 @@ def _keys_with(store: RedisBackend, role: str) -> Iterator[str]:
     """Yield the keys that something is kept of, such as `"waiters"`, each once."""
     ours = re.compile(r"\{.{22}\}:(.*)", re.DOTALL)
     known: set[str] = set()
-    for _line, page in store.store.walk(store._at(role, ""), "*", None, PAGE):
+    for _line, page in store.store.walk(store._at(role, ""), "*"):
         for name, _place in page:
             if (match := ours.fullmatch(name)) and match[1] not in known:
                 known.add(match[1])
