@@ -256,7 +256,8 @@ class FencedModel(models.Model):
 
 def _keep_fence(instance: FencedModel, using: str, raw: bool, **_: Any) -> None:
     """Let a fixture, which is written as it is, not lower the fence of a row that is there."""
-    if raw and instance._meta.get_field(FENCE) in instance._meta.local_fields:
+    concrete: Any = instance._meta.concrete_model
+    if raw and concrete._meta.get_field(FENCE) in concrete._meta.local_fields:
         template = template_of(type(instance))
         if template is not None and template.of(instance) is None:
             instance.fence = 0  # It will have a key that nobody can have locked before.

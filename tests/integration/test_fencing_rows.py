@@ -147,13 +147,14 @@ def test_refusal_ends_the_transaction(using: str, key: str) -> None:
             other.save()
 
 
-def test_fixture_does_not_lower_a_fence(using: str, key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["shop.account", "shop.ledger"], ids=["itself", "a proxy"])
+def test_fixture_does_not_lower_a_fence(using: str, key: str, tmp_path: Path, model: str) -> None:
     """`loaddata` brings old values back, and the row goes on refusing."""
     row = account(using, key)
     dumped = StringIO()
     call_command("dumpdata", "shop.Account", database=using, stdout=dumped)
     fixture = tmp_path / "rows.json"
-    fixture.write_text(dumped.getvalue())
+    fixture.write_text(dumped.getvalue().replace("shop.account", model))
     raised_elsewhere(row, 6, 9)
     call_command("loaddata", str(fixture), database=using, verbosity=0)
     assert stored(row) == (1, 6)
