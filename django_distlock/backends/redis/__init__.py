@@ -263,9 +263,9 @@ class RedisBackend(BaseLockBackend):
                     spoiled.append(record)
                 elif record is not None and record.holder.is_one(host, task_id):
                     if len(found) == limit:
-                        return Page(tuple(found), place, tuple(spoiled))
+                        return _page(found, place, spoiled)
                     found.append(record)
-        return Page(tuple(found), None, tuple(spoiled))
+        return _page(found, None, spoiled)
 
     def records_on(
         self, line: ThreadLines, names: Sequence[str]
@@ -463,6 +463,11 @@ class RedisBackend(BaseLockBackend):
     def _token(self, token: str) -> str:
         # The name of an index tells the token as well.
         return Token(f"{self._prefix}token:{token}")
+
+
+def _page(found: Sequence[Record], cursor: str | None, spoiled: Sequence[Unreadable]) -> Page:
+    # They come in the order of hashes.
+    return Page(tuple(sorted(found, key=lambda each: each.key)), cursor, tuple(spoiled))
 
 
 def _granted_alone(attempt: Attempt, answer: str) -> Grant | Contended | None:
