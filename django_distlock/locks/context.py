@@ -205,7 +205,7 @@ def _successor(
         # What this one has promised, its successor keeps. It has no window: see `adopt`.
         terms = replace(terms, holder=kept.terms.holder, permits=kept.terms.permits)
         lease = Lease(store, Granted(answer, deadline, kept.unheard), terms, block)
-        lease._holding.go_on(kept)
+        lease._holding.go_on(kept, block.home)
         return lease
 
 

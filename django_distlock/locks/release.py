@@ -164,7 +164,7 @@ class Release:
     def _defer(self) -> bool:
         """Leave the release to the transactions that are open in this thread, if there are any."""
         holding = self.holding
-        is_deferred = deferred_release.defer(holding.name, holding, self._deferred)
+        is_deferred = deferred_release.defer(holding.name, holding, self._deferred, holding.goes_on)
         if is_deferred:
             self._keep_for_transactions()
         return is_deferred

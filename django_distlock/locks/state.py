@@ -85,8 +85,8 @@ class Holding:
 
     #: Whether this process tells what becomes of it; not of what a test lets somebody else hold.
     tells = True
-    #: Whether it continues a lease that a transaction has kept.
-    goes_on = False
+    #: The thread whose transactions have kept the lease that it continues; 0: it continues none.
+    goes_on = 0
     #: For how many seconds that had been held by then.
     held_before = 0.0
 
@@ -256,9 +256,9 @@ class Holding:
             self._heartbeat = heartbeat_of(self.store)
             self._heartbeat.add(self)
 
-    def go_on(self, kept: Holding) -> None:
-        """Continue a lease that a transaction has kept, and renew it for as long as that was."""
-        self.goes_on, is_renewed = True, kept.is_renewed
+    def go_on(self, kept: Holding, home: int) -> None:
+        """Continue a lease that the transactions of a thread have kept, renewed as that was."""
+        self.goes_on, is_renewed = home, kept.is_renewed
         expires_at, ttl, first = self.grant.expires_at, self.grant.ttl, self.grant.acquired_at
         if expires_at is None or ttl is None:
             self.held_before = kept.held_before + self.granted_at - kept.granted_at

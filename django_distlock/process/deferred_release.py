@@ -330,11 +330,16 @@ teller = Worker("distlock-signals")
 before_drop.append(_worker.finish)
 
 
-def defer(name: tuple[str, str], owner: Any, release: Callable[[], bool]) -> bool:
-    """Let `release` wait if a transaction is open in this thread; return whether it does."""
-    transactions = open_transactions()
+def defer(name: tuple[str, str], owner: Any, release: Callable[[], bool], thread: int = 0) -> bool:
+    """Let `release` wait if a transaction is open in this thread; return whether it does.
+
+    Args:
+        thread: Another one, for whose transactions it waits as well; 0: none.
+    """
+    elsewhere = open_transactions(thread) if thread not in (0, home()) else []
+    transactions = [*open_transactions(), *elsewhere]
     if transactions:
-        Deferred(name, owner, release, transactions)
+        Deferred(name, owner, release, transactions, thread if elsewhere else None)
     return bool(transactions)
 
 

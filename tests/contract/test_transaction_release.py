@@ -282,6 +282,20 @@ def test_second_block_in_the_transaction_goes_on_with_the_lease(
     assert grantable(lock)
 
 
+def test_lease_that_a_transaction_has_kept_waits_for_its_end_whoever_releases_it(
+    lock: Lock, use: Callable[[Lock], Lease]
+) -> None:
+    """A thread without a transaction gives it up, and the data is not committed yet."""
+    with transaction.atomic():
+        use(lock)
+        assert Later(lock.acquire().release).result()
+        assert not grantable(lock)
+        use(lock)
+        lease = lock.acquire()
+    assert Later(lease.release).result()
+    assert eventually(lambda: grantable(lock))
+
+
 @pytest.mark.aliases("memory")
 @pytest.mark.parametrize(
     "how", [{"heartbeat": False}, {"basic": True}, {"max_lifetime": 20}], ids=str
