@@ -7,7 +7,7 @@ that waits for its next key has those before: two that go on in opposite order n
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..core.threads import in_child
@@ -86,20 +86,29 @@ class _Waits:
 
     def _break(self, wait: Wait) -> None:
         """Tell the one of a circle who gives up first: until then, nobody in it can go on."""
-        while (circle := next(self._circles([wait]), None)) is not None:
+        while (circle := self._circle(wait)) is not None:
             first = min(circle, key=lambda each: each.until)
             first.in_vain_for = circle[circle.index(first) - 1].name[1]
             first.ring()
 
-    def _circles(self, path: list[Wait]) -> Iterator[list[Wait]]:
-        """Yield the circles of waits, each for the next one, that begin with a path."""
-        for each in list(self._all):
-            if each.in_vain_for is not None or not path[-1].is_for(each):
-                continue
-            if each is path[0]:
-                yield path
-            elif each not in path:
-                yield from self._circles([*path, each])
+    def _circle(self, wait: Wait) -> list[Wait] | None:
+        """Return a circle of waits, each for the next one, that begins with this one."""
+        # Each is looked at once: of keys that many share, there are very many ways.
+        before: dict[Wait, Wait] = {}
+        left = [wait]
+        while left:
+            each = left.pop()
+            for other in list(self._all):
+                if other in before or other.in_vain_for is not None or not each.is_for(other):
+                    continue
+                before[other] = each
+                if other is wait:
+                    circle = [each]
+                    while circle[0] is not wait:
+                        circle.insert(0, before[circle[0]])
+                    return circle
+                left.append(other)
+        return None
 
 
 waits = _Waits()

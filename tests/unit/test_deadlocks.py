@@ -23,3 +23,29 @@ def test_wait_that_ends_while_it_is_looked_at_is_in_nobodys_way() -> None:
         waits._all.add(Ending(name=name, home=0, inside=(), until=math.inf, ring=int))
     waits.deferred(("memory", "key"))
     assert not waits._all
+
+
+def test_each_wait_is_looked_at_once() -> None:
+    """Where many share each of several keys, there are thousands of ways through who waits."""
+    waits, asked = _Waits(), 0
+
+    class Counted(Wait):
+        def is_for(self, other: Wait) -> bool:
+            nonlocal asked
+            asked += 1
+            return super().is_for(other)
+
+    def begin(step: int, home: int, *more: int) -> Wait:
+        inside = tuple(("memory", f"key-{each}") for each in (step, *more))
+        name = "memory", f"key-{step + 1}"
+        wait = Counted(name=name, home=home, inside=inside, until=home, ring=int)
+        waits.begin(wait)
+        return wait
+
+    # Each wants to be alone with what all of the next step share.
+    every = [begin(step, home) for step in range(4, 0, -1) for home in range(8)]
+    assert asked <= len(every) ** 3
+    assert not any(each.in_vain_for for each in every)
+    # A circle is found all the same, and the first of it to give up is told.
+    last = begin(0, -1, 5)
+    assert last.in_vain_for == "key-5"
