@@ -79,7 +79,7 @@ class Request:
         since: When the call began, by the store's `monotonic`; what came before the first attempt
             is a part of `wait`.
         home: Whose transactions the caller works in.
-        inside: What is held by the blocks that it cannot leave before.
+        inside: Tells what is held by the blocks that it cannot leave before, if it has to wait.
         passed: A release behind those transactions that nobody can go on with.
         permits: How many may hold the key at the same time; None: any number.
         answered: Gives what the store has answered already, once: it counts as the first attempt.
@@ -93,7 +93,7 @@ class Request:
     steal_if_dead: bool = False
     since: float | None = None
     home: int = 0
-    inside: tuple[Name, ...] = ()
+    inside: Callable[[], tuple[Name, ...]] = tuple
     passed: deferred_release.Deferred | None = None
     permits: int | None = 1
     answered: Callable[[], Answered | None] | None = None
@@ -244,7 +244,7 @@ class Attempts:
         self._wait = Wait(
             name=self._name,
             home=request.home,
-            inside=request.inside,
+            inside=request.inside(),
             until=math.inf if request.wait is None else self._started + request.wait,
             ring=ring,
             # Of some permits, one that is kept is not in the way: others end.

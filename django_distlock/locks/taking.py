@@ -330,7 +330,7 @@ def _request(
         since=since,
         steal_if_dead=lock.steal_if_dead,
         home=home,
-        inside=context.entered_here(),
+        inside=context.entered_here,
         passed=kept,
         permits=terms.permits,
         answered=lock._answered,

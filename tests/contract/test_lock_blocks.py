@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
-from django_distlock import Lease, Lock, LockError, LockNotAcquired
+from django_distlock import Lease, Lock, LockError, LockNotAcquired, current_lease
 from tests.backends import Registered
 
 from .conftest import Hold
@@ -130,3 +131,23 @@ def test_error_of_an_inner_block_is_told_from_the_outer_ones(
     # A function's key is filled in for each of its calls.
     assert [each.lock is inner for each in refused[1:]] == [True, True]
     assert caught.value.lock == outer
+
+
+@pytest.mark.aliases("memory")
+def test_many_blocks_around_are_not_asked_whether_they_are_held(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of many keys at once would cost more than the one before, and the last ones seconds."""
+    asked = 0
+
+    def held(lease: Lease) -> bool:
+        nonlocal asked
+        asked += 1
+        return lease._holding.held
+
+    monkeypatch.setattr(Lease, "held", property(held))
+    with ExitStack() as stack:
+        for number in range(50):
+            stack.enter_context(lock_of(registered, f"{key}-{number}"))
+        assert asked < 50
+        assert current_lease(f"{key}-0")
