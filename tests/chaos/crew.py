@@ -38,7 +38,8 @@ class BadWire(Wire):
 
     Attributes:
         loses: "requests" or "answers": what comes in that direction never arrives, nor does what
-            follows it on its connection, which stays open until it is cut; "": nothing is lost.
+            follows it on its connection, which stays open until it is cut; "answer": the next one
+            is lost, and its connection cut; "": nothing is lost.
     """
 
     loses = ""
@@ -71,6 +72,9 @@ class BadWire(Wire):
         self._threads = [each for each in self._threads if each.is_alive()]
 
     def _next_fate(self, *, is_answer: bool) -> str:
+        if is_answer and self.loses == "answer":
+            self.loses = ""
+            return "cut"
         return "lost" if self.loses == ("answers" if is_answer else "requests") else "passed"
 
 

@@ -152,10 +152,14 @@ class Chaos:
     def _spoil_wire(self) -> None:
         member, seconds = self._member(), self._chance.uniform(0.2, 3.5)
         wire = self._crew.wires[member.place]
-        what = self._chance.choice(("cut", "delay", "hold", "hold and cut", *LOST))
+        what = self._chance.choice(("cut", "cut answer", "delay", "hold", "hold and cut", *LOST))
         if what == "cut":
             wire.cut()
             self._lasts("wire: cut", 0, member)
+        elif what == "cut answer":
+            # What was asked for is done: whoever asked a second time would get another answer.
+            wire.loses = "answer"
+            self._lasts("wire: cut answer", 0, member)
         elif what == "delay":
             wire.valve.delay = self._chance.uniform(0.02, 0.3)
             self._lasts("wire: delay", seconds, member, lambda: setattr(wire.valve, "delay", 0))
