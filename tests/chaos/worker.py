@@ -34,6 +34,7 @@ from django_distlock import (
     current_lease,
     distlock,
     distlock_all,
+    inspection,
     signals,
     transaction_lock,
 )
@@ -240,7 +241,7 @@ class Hand:
         if worker.rows:
             self.plain += [self.in_a_transaction, self.saved]
             self.plain += [self.locked] * 2 * store.supports_transactions
-            self.plain += [self.guarded] * store.supports_guard
+            self.plain += [self.guarded] * 2 * store.supports_guard
 
     def work(self, forms: list[Callable[[], None]]) -> None:
         """Take locks in one form after another."""
@@ -387,10 +388,12 @@ class Hand:
         lease = lock.acquire()
         try:
             with claim.of(lease):
-                # Meanwhile, an operator may take the key.
-                time.sleep(self.chance.uniform(0, 0.4))
+                # Meanwhile, an operator may take the key, and somebody else acquire it.
+                if self.chance.random() < LATE:
+                    self._be_overtaken(lease)
+                self._wait_for_successor(lease)
                 with lease.atomic(self.worker.rows):
-                    begin, naps = monotonic(), self._naps(lease)
+                    begin, naps = monotonic(), [0.1, *self._naps(lease)]
                     if self.chance.random() < LATE:
                         # Past the grace of the store, and never silent for as long as a ttl.
                         naps = [0.2] * math.ceil((lease.remaining() + 2) / 0.2)
@@ -529,6 +532,24 @@ class Hand:
         if lease.shared or not worker.rows or (worker.signals and _is_main()):
             return False
         return not connections[worker.rows].in_atomic_block
+
+    def _be_overtaken(self, lease: Lease) -> None:
+        """Let an operator take the key. It is written before: no answer may come."""
+        facts = {"key": lease.key, "before": lease.fence, "after": lease.fence + 1}
+        self.worker.write("operator", form="force_release", **facts, seen=lease.fence)
+        alias, fence = self.worker.alias, lease.fence
+        inspection.force_release(
+            lease.key, fence=fence, backend=alias, actor="chaos", reason="late"
+        )
+
+    def _wait_for_successor(self, lease: Lease) -> None:
+        """Wait for less than the lease lasts, until another holder is seen."""
+        until = monotonic() + self.chance.choice((0.2, 1, 1)) * (lease.remaining() - 0.1)
+        while monotonic() < until:
+            record = self.store.read(lease.key)
+            if record is not None and record.fence > lease.fence:
+                return
+            time.sleep(0.05)
 
     def _write_late(self, lease: Lease) -> None:
         """Write as a process does that was stopped: when another holder may have written."""
