@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from queue import Queue
@@ -101,6 +101,17 @@ SILENCE = "tests/redis/test_silence.py"
 ORM_LOCK, ORM_NO_LOCK = r"row = only\(self.select_for_update\(\)", "row = only(self"
 
 FREE_AT_COMMIT = f"{RELEASE}::test_key_is_free_once_the_data_is_committed"
+
+
+#: Where the protocol of locks is.
+PROTOCOL = ("backends", "core", "database", "fencing", "locks", "managers")
+#: What random operations show of a fault there, beside the test that is named for it.
+AGREEMENT = "tests/contract/test_agreement.py::test_histories_agree"
+#: Where they meet faults of what is every store's, and of the one that they compare others with.
+MET_ON = {
+    "all": "redis", "memory": "redis", "default": "postgres", "functions": "postgres",
+    "postgresql": "postgres",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -1175,6 +1186,16 @@ MUTANTS = (
 )  # fmt: skip
 
 
+def judged_by_agreement() -> list[Mutant]:
+    """Return the faults of the protocol on stores with such histories, to be judged by these."""
+    return [
+        replace(each, backend=backend, test=AGREEMENT, case="{backend}")
+        for each in MUTANTS
+        if each.file.split("/")[1] in PROTOCOL
+        and (backend := MET_ON.get(each.backend, each.backend)) not in ("advisory", "wsgi")
+    ]
+
+
 def serve(stack: ExitStack) -> dict[str, str]:
     """Start the servers that all runs share; return the variables with their addresses."""
     with ThreadPoolExecutor() as pool:
@@ -1319,12 +1340,16 @@ def main() -> None:
     """Try every mutant, and exit with 1 if one survives."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", action="store_true", help="print faults and tests, run nothing")
+    parser.add_argument(
+        "--agreement", action="store_true", help="see which faults random operations show"
+    )
     parser.add_argument("fault", nargs="?", default="", help="only faults with this in their name")
     arguments = parser.parse_args()
     if arguments.table:
         print(table())
         return
-    chosen = [each for each in MUTANTS if arguments.fault in each.fault]
+    every = judged_by_agreement() if arguments.agreement else MUTANTS
+    chosen = [each for each in every if arguments.fault in each.fault]
     chosen.sort(key=lambda each: not each.test.startswith(WAIT_IN_VAIN))
     # They wait for most of their time.
     runs = (os.cpu_count() or 1) * 4
