@@ -72,8 +72,8 @@ class Place:
         self.tokens = [new_token() for _ in range(3)]
         self.fences: dict[int, int] = {}
         self.grants: list[Pair] = []
-        #: The fence of its fenced row, and instances of it with what they were read under.
-        self.mark, self.rows = 0, list[tuple[Any, int]]()
+        #: The fence of its fenced row.
+        self.mark = 0
 
     @property
     def is_taken(self) -> bool:
@@ -107,7 +107,7 @@ class History:
         self.rules += [self.share, self.share, self.knock] * store.backend.supports_sharing
         self.rules += [self.wake] * (store.backend.supports_wakeups and kind != "memory")
         if isinstance(store, DatabaseStore):
-            self.rules += [*[self.stall] * 3, self.write, self.write, self.read_row]
+            self.rules += [*[self.stall] * 3, self.write, self.write]
             self.rules += [self.guard, self.guard] * (kind != "sqlite")
             self.rules += [self.lock, self.lock] * self.locks_keys
 
@@ -359,35 +359,29 @@ class History:
 
     # Rows that refuse a fence that is lower than theirs
 
-    def read_row(self) -> None:
-        """Read the row of a key under a grant of it, and make a copy."""
-        place = self.place(self.plain)
-        rows = Account.objects.using(self.using)
-        row = rows.get_or_create(name=place.key)[0]
-        if place.grants and (grant := self.chance.choice(place.grants)[0]).fence >= place.mark:
-            row = rows.fenced(Fence(place.key, grant.fence)).get(pk=row.pk)
-            place.mark = max(place.mark, row.fence)
-            place.rows.append((self.chance.choice(COPIES)(row), grant.fence))
-
     def write(self) -> None:
-        """Write a row, late or not."""
-        place = self.place(self.plain)
-        if not place.rows:
-            return
-        row, fence = self.chance.choice(place.rows)
-        row.value = self.chance.getrandbits(20)
-        self.said.append(f"write {place.key!r} {fence} over {place.mark}")
-        try:
-            if self.chance.random() < 0.3:
-                Account.objects.using(self.using).bulk_update([row], ["value"])
+        """Let two read a row, the second under a later fence, and write it late or not."""
+        place, rows = self.place(self.plain), Account.objects.using(self.using)
+        plain = rows.get_or_create(name=place.key)[0]
+        read: list[tuple[Any, int]] = [(plain, 0)]
+        for fence in (place.mark + 1, place.mark + 2):
+            row = rows.fenced(Fence(place.key, fence)).get(pk=plain.pk)
+            read.append((self.chance.choice(COPIES)(row), fence))
+        place.mark = rows.get(pk=plain.pk).fence
+        for row, fence in self.chance.sample(read, 3):
+            row.value, is_late = self.chance.getrandbits(20), 0 < fence < place.mark
+            self.said.append(f"write {place.key!r} {fence} over {place.mark}")
+            try:
+                if self.chance.random() < 0.4:
+                    rows.bulk_update([row], ["value"])
+                else:
+                    row.save()
+            except FenceRejected:
+                assert is_late
             else:
-                row.save()
-        except FenceRejected:
-            assert fence < place.mark
-        else:
-            assert fence >= place.mark
-            place.mark = fence
-        assert Account.objects.using(self.using).get(pk=row.pk).fence == place.mark
+                assert not is_late
+                place.mark = max(fence, place.mark)
+            assert rows.get(pk=plain.pk).fence == place.mark
 
     # Transactions
 
