@@ -1199,9 +1199,8 @@ def judged_by_agreement() -> list[Mutant]:
 
 def met_on(mutant: Mutant) -> str:
     """Return the store that such histories are to run on."""
-    # Of `core`, scripts of Redis use nothing, and the dictionary as much as the others.
-    is_core = mutant.file.split("/")[1] == "core"
-    return "redis" if is_core else MET_ON.get(mutant.backend, mutant.backend)
+    # The dictionary uses the rules for records as much as databases do, and Redis does not.
+    return "redis" if mutant.file == RECORDS else MET_ON.get(mutant.backend, mutant.backend)
 
 
 def serve(stack: ExitStack) -> dict[str, str]:
