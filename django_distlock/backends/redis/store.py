@@ -86,7 +86,7 @@ class RedisStore:
             return isinstance(self.client, redis.RedisCluster)
 
     def ask(self, call: Call, key: str | None = None) -> str:
-        """Call a script; `BackendUnavailable`: no answer; another `LockError`: it was refused."""
+        """Call a script; raises `BackendUnavailable`, or another `LockError` if it is refused."""
         with self._asking(key) as lines:
             return text(lines.ask(call), _IN_JSON)
 
