@@ -178,7 +178,7 @@ def test_clock_that_was_ahead_silences_nobody(
         each for each in caplog.records if getattr(each, "distlock_event", "") == "clock_differs"
     ]
     assert len(said) == 1
-    assert f"the one on {socket.gethostname()} sent 'a'" in said[0].getMessage()
+    assert f"the beat on {socket.gethostname()} sent 'a'" in said[0].getMessage()
 
 
 def test_tick_that_was_sent_early_is_not_sent_again(make: Callable[..., DistlockScheduler]) -> None:
