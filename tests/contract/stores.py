@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sqlite3
 import time
@@ -207,17 +208,23 @@ class DatabaseStore(Store):
 
     def ask_everywhere(self, statement: str) -> list[list[Any]]:
         """Ask in this thread's session, and in each of the package's own."""
+        # Sessions idle for threads of earlier tests, and would be closed behind this.
+        gc.collect()
+        for pool in self._pools():
+            pool.look()
         # What needs a transaction has a session of its own, which this opens.
         lock_backends[self.registered.alias].clock()
         answers = [self.ask(statement)]
-        pools = [each for each in list(_every) if isinstance(each, LockConnections)]
-        ours = [pool for pool in pools if pool.alias == self.registered.using]
-        for own in [own for pool in ours for own in pool._every]:
+        for own in [own for pool in self._pools() for own in pool._every]:
             # One whose session has ended is used by nobody.
             with suppress(Error), own.connection.cursor() as cursor:
                 cursor.execute(statement)
                 answers.append(list(cursor.fetchall()) if cursor.description else [])
         return answers
+
+    def _pools(self) -> list[LockConnections]:
+        pools = [each for each in list(_every) if isinstance(each, LockConnections)]
+        return [pool for pool in pools if pool.alias == self.registered.using]
 
     def stranger(self) -> Stranger:
         kinds: dict[str, Callable[[DatabaseStore], Stranger]] = {
