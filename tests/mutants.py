@@ -686,11 +686,11 @@ MUTANTS = (
         case="{backend}-{{'hold': True}}-call",
     ),
     Mutant(
-        "a busy key is taken for a lease that is lost", "sqlite",
+        "a busy key is taken for a lease that is lost", "postgres",
         CHANGING,
         old=r"if answer.busy else None", new="if answer.is_unclear else None",
         test="tests/contract/test_shared_locks.py::test_downgrade_waits_for_a_transaction",
-        case="{backend}-queue",
+        case="{backend}-guard",
     ),
     Mutant(
         "one holder of a shared key stands for all", "sqlite",
