@@ -72,29 +72,29 @@ def _drive(attempts: Attempts) -> Outcome:
     """Wait for a key with calls; return what the last attempt led to."""
     bell, answer = Bell(), None
     waiting = _Waiting(attempts, bell).steps()
-    try:
-        while True:
+    while True:
+        try:
             blocking = waiting.send(answer)
-            if callable(blocking):
-                answer = blocking()
-            else:
-                bell.wait(blocking)
-    except StopIteration as stop:
-        outcome: Outcome = stop.value
-    return outcome
+        except StopIteration as stop:
+            outcome: Outcome = stop.value
+            return outcome
+        if callable(blocking):
+            answer = blocking()
+        else:
+            bell.wait(blocking)
 
 
 async def _adrive(attempts: Attempts) -> Outcome:
     """See `_drive`."""
     bell, answer = _TaskBell(), None
     waiting, run = _Waiting(attempts, bell).steps(), attempts.backend.threads.run
-    try:
-        while True:
+    while True:
+        try:
             blocking = waiting.send(answer)
-            answer = await (run(blocking) if callable(blocking) else bell.wait(blocking))
-    except StopIteration as stop:
-        outcome: Outcome = stop.value
-    return outcome
+        except StopIteration as stop:
+            outcome: Outcome = stop.value
+            return outcome
+        answer = await (run(blocking) if callable(blocking) else bell.wait(blocking))
 
 
 class _TaskBell:
