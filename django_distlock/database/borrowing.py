@@ -323,6 +323,11 @@ class Own:
         """Whether another borrower may have to wait for its end."""
         return self.is_counted and self.user is not None and not self.is_abandoned
 
+    @property
+    def holds_file(self) -> bool:
+        """Whether it may have locks on an SQLite file."""
+        return self.user is not None and self.connection.vendor == "sqlite"
+
 
 def _standstill_of(connection: Any) -> str:
     # PostgreSQL is told with each transaction. MySQL ends what idles, in a transaction or not: ours
@@ -419,7 +424,7 @@ class LockConnections:
                     bell.get(timeout=min(left, LOOK_SECONDS))
         self._waiting.remove(turn)
         # There may be one for the next of them, too.
-        self._tell_waiting()
+        self.tell_waiting()
         if own is None:
             raise NoConnectionFree(f"All {self.limit} lock connections of {self.alias!r} in use.")
         return own
@@ -443,7 +448,7 @@ class LockConnections:
                 self._doom_idle()
             # Not in this thread: Django's objects have finalisers, which lose a signal's exception.
             _sweeping().gone.put(None)
-        self._tell_waiting()
+        self.tell_waiting()
 
     def close_idle(self, idle_for: float = 0.0) -> None:
         """Close the connections that nobody uses right now, and has not for so many seconds."""
@@ -468,7 +473,13 @@ class LockConnections:
             _take_apart(own.connection)
             with self._mutex:
                 self._every = list(filter(lambda each: each is not own, self._every))
-            self._tell_waiting()
+            self.tell_waiting()
+
+    def finish_files(self, until: float) -> None:
+        """Wait until no connection to an SQLite file is in use, or it is `time.monotonic()`."""
+        while any(own.holds_file for own in [*self._every]) and time.monotonic() < until:
+            with suppress(Empty):
+                self._freed.get(timeout=LOOK_SECONDS)
 
     def look(self) -> float | None:
         """Close what nobody needs any more; return when to look again, in seconds; None: never."""
@@ -496,6 +507,14 @@ class LockConnections:
                 own.user = _nobody
 
     def _taken(self, template: BaseDatabaseWrapper, user: Any) -> Own | None:
+        own = self._chosen(template, user)
+        # Asked when it is taken: who forks looks behind that, or is seen here.
+        if own is not None and own.holds_file and _forking:
+            own.user = None
+            return None
+        return own
+
+    def _chosen(self, template: BaseDatabaseWrapper, user: Any) -> Own | None:
         with self._mutex:
             # Never counted, but looked at: a place that is lost with its borrower is free.
             counts = not keeps_leases()
@@ -532,7 +551,8 @@ class LockConnections:
         names = (f"distlock:{self.alias}:{id(self)}:{number}" for number in range(len(taken) + 1))
         return Own(made, next(name for name in names if name not in taken), user)
 
-    def _tell_waiting(self) -> None:
+    def tell_waiting(self) -> None:
+        """Wake the first of those who wait for a connection."""
         for _user, bell in self._turns()[:1]:
             bell.put(None)
         if self._freed.empty():
@@ -649,6 +669,34 @@ class _Opening:
 
 
 _sweeper = _Sweeper()
+
+#: The threads that fork right now.
+_forking: set[int] = set()
+
+
+def _before_fork() -> None:
+    """Let no fork come amid a transaction of ours on an SQLite file; wait a second for its end.
+
+    SQLite notes in the process which locks it has on a file. A child would find the file locked
+    for as long as it lives, because nothing in it ends the transaction.
+    """
+    if _sweeper.pid == os.getpid():
+        _forking.add(threading.get_ident())
+        until = time.monotonic() + MAX_BOUND
+        for pool in list(_sweeper.pools):
+            pool.finish_files(until)
+
+
+def _behind_fork() -> None:
+    _forking.discard(threading.get_ident())
+    for pool in list(_sweeper.pools):
+        pool.tell_waiting()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_behind_fork, after_in_child=_forking.clear
+    )
 
 
 @atexit.register

@@ -10,19 +10,21 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from django.conf import settings
+from django.db import connections
 from django.test import override_settings
 
 from django_distlock import BackendUnavailable, Lock, Retry, distlock
+from django_distlock.backends.database import DatabaseBackend
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.integration.wires import Wire
 from tests.processes import spawn
 
-from .aliases import abandon_connections
+from .aliases import abandon_connections, in_a_fork
 from .helpers import PATIENCE, PROMPT, SHARED, Later, alone, pressure, take
 from .locking import eventually, grantable, held_elsewhere, lock_of
 from .test_lost_leases import WIRED, hanging
@@ -206,3 +208,39 @@ def test_child_does_not_stand_behind_a_thread_of_its_parent(
         said = worker.result(PATIENCE)
     assert said["waits"] is False
     assert said["took"] < 1 + PROMPT
+
+
+def fork_amid_a_transaction(alias: str, key: str) -> float:
+    """Fork while a thread writes to the file; return the seconds that the child needs for a key."""
+    begun, forks = threading.Event(), threading.Event()
+    os.register_at_fork(before=forks.set)
+
+    def write() -> None:
+        backend = cast("DatabaseBackend", lock_backends[alias])
+        with backend._connections.use() as name:
+            raw = connections[name].connection
+            raw.execute("BEGIN IMMEDIATE")
+            begun.set()
+            forks.wait(PATIENCE)
+            raw.commit()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    begun.wait(PATIENCE)
+
+    def take() -> dict[str, Any]:
+        began = time.monotonic()
+        take_and_give_back(distlock(key, backend=alias, wait=0))
+        return {"took": time.monotonic() - began}
+
+    said, _status = in_a_fork(take)
+    writer.join(PATIENCE)
+    took: float = said["took"]
+    return took
+
+
+@pytest.mark.stores("sqlite", why="a server knows who has a lock")
+def test_child_does_not_find_a_transaction_of_its_parent(registered: Registered, key: str) -> None:
+    """A fork copies what SQLite knows of locked files: none comes amid a transaction of ours."""
+    with spawn(f"{HERE}fork_amid_a_transaction", registered.alias, key) as worker:
+        assert worker.result(PATIENCE) < PROMPT
