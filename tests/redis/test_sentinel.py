@@ -183,11 +183,15 @@ class Translating(Sentinel):
 
 
 def test_address_is_what_the_project_makes_of_the_answer(watched: Watched, key: str) -> None:
-    """Where Sentinels tell one that its processes do not reach."""
+    """Where Sentinels tell one that its processes do not reach; they are left with the backend."""
     manager: Any = Translating([("127.0.0.1", watched.sentinel)])  # type: ignore[no-untyped-call]
     backend = backend_on(options={"client_factory": lambda: manager.master_for(SERVICE)})
     take(backend, key)
     assert [each.host for each in backend.store._lines._idle] == ["localhost"]
+    with client_of(f"redis://127.0.0.1:{watched.sentinel}/0") as client:
+        assert len(client.client_list()) > 1
+        backend._keep_no_connections()
+        eventually(lambda: len(client.client_list()) == 1, "no connection to the Sentinel is left")
 
 
 def _grants(backend: Any, key: str) -> bool:

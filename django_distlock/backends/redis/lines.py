@@ -125,6 +125,10 @@ class ThreadLines:
         with suppress(IndexError):
             while True:
                 self._idle.pop().disconnect()
+        # Behind Sentinel, also those that it was asked on where the primary is.
+        manager = getattr(self._pool, "sentinel_manager", None)
+        for sentinel in manager.sentinels if manager else ():
+            sentinel.connection_pool.disconnect(inuse_connections=False)
 
     def own_connection(self, **settings: Any) -> Any:
         """Return a connection for one user alone, not open yet, with other settings."""
