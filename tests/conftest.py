@@ -15,7 +15,9 @@ from django.db import connections
 from django.test.utils import setup_databases, teardown_databases
 from pytest_django import DjangoDbBlocker
 
+from django_distlock.backends.base import every
 from django_distlock.database.connections import _every, before_drop
+from django_distlock.handler import lock_backends
 from django_distlock.process.at_exit import held_here
 
 from .services_plugin import answering
@@ -41,6 +43,19 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what stays until the end: the tests themselves, and modules."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_connection_is_left() -> Iterator[None]:
+    """Close what the backends that a test made by hand keep open.
+
+    Left to the garbage collector, a socket may be told of before the connection that closes it, as
+    a warning in whichever test runs then.
+    """
+    before = set(every)
+    yield
+    for backend in set(every) - before - set(lock_backends._backends.values()):
+        backend._keep_no_connections()
 
 
 @pytest.fixture
