@@ -36,8 +36,10 @@ OF_BACKENDS = """
 """.split()  # noqa: SIM905 - as a list it would be a page
 #: Files in which the shape of an argument is tested, which is checked above the backends.
 OF_SHAPES = ["arguments", "keys", "raise_fences"]
-#: Backends with all cases of a test about locks. The others take turns over the tests of a file,
-#: with one case each.
+#: Tests of that kind in other files.
+SHAPES = {"test_bad_keys_are_refused", "test_bad_ttls_are_refused"}
+#: Backends for a test about locks: all cases on the first that it has, and one on the other. The
+#: backends beside them take turns over the tests of a file, with one case each.
 FULL = ("memory", "postgres")
 #: Backends with all cases of a test about backends, one for each kind of code below it.
 OF_EACH_KIND = ("memory", "postgres", "mariadb", "redis")
@@ -231,7 +233,7 @@ def _taking_turns(tests: list[dict[str, list[pytest.Item]]]) -> Iterator[pytest.
     left: dict[str, list[pytest.Item]] = {}
     for cases in tests:
         first = next(iter(cases.values()))[0]
-        full, once = _full(first), _once(first)
+        full, once = _full(first, cases), _once(first, cases)
         others = [value for value in cases if value not in full and value not in once]
         for value in cases.keys() & set(full):
             yield from cases[value]
@@ -249,22 +251,28 @@ def _taking_turns(tests: list[dict[str, list[pytest.Item]]]) -> Iterator[pytest.
             yield several[0]
 
 
-def _full(item: pytest.Item) -> Collection[str]:
+def _full(item: pytest.Item, values: Collection[str]) -> Collection[str]:
     """Return the backends with all cases of a test."""
-    name = _subject(item)
     if not _alias(item):
         return ()
-    if name in OF_SHAPES:
+    if _is_about_shapes(item):
         return ("memory",)
-    return OF_EACH_KIND if name in OF_BACKENDS else FULL
+    if _subject(item) in OF_BACKENDS:
+        return OF_EACH_KIND
+    return [alias for alias in FULL if alias in values][:1]
 
 
-def _once(item: pytest.Item) -> Set[str]:
+def _once(item: pytest.Item, values: Collection[str]) -> Set[str]:
     """Return the backends with one case of a test at least."""
-    name = _subject(item)
-    if not _alias(item) or name in OF_SHAPES or name not in OF_BACKENDS:
+    if not _alias(item) or _is_about_shapes(item):
         return set()
-    return BACKENDS.keys() - SAME_CODE - {*OF_EACH_KIND}
+    if _subject(item) in OF_BACKENDS:
+        return BACKENDS.keys() - SAME_CODE - {*OF_EACH_KIND}
+    return {*FULL} - {*_full(item, values)}
+
+
+def _is_about_shapes(item: pytest.Item) -> bool:
+    return _subject(item) in OF_SHAPES or item.nodeid.partition("[")[0].endswith((*SHAPES,))
 
 
 def _alias(item: pytest.Item) -> str:
