@@ -7,7 +7,7 @@ import pytest
 from django_distlock import InvalidArgument, held_keys
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.holders import Holder
-from django_distlock.core.keys import new_token
+from django_distlock.core.keys import new_token, normalize_key
 from django_distlock.core.records import Record
 from tests.backends import Registered
 from tests.integration.databases import statements_on
@@ -91,36 +91,33 @@ def test_list_leaves_out_what_is_over(
     assert registered.ordered(listed(backend, key)) == [f"{key}-endless", f"{key}-live"]
 
 
+#: Prefixes, and ends of keys that start with them or not: what means something else to a database
+#: or to Redis, and texts that some collation takes for another. Few enough for locks of sessions.
+TEXTS = {
+    ("%", "_", "a_b", "a%", "\\", "Ab", "'"): (
+        "%", "%a", "%%", "_", "_a", "__", "a", "aa", "ab", "a%", "a%b", "aa%", "A%", "\\", "\\%",
+        "\\_", "a_b", "a_bc", "aXb", "A_b", "/", "Ab", "Abc", "AB", "aB", "Áb", "'", "''",
+        "' OR 1=1 --", '"',
+    ),
+    ("a:b", "x*", "é", "e\u0301a", "z ", "\U0010ffff", "a\U0010ffff", "\ud7ff"): (
+        "a", "a:", "a:b", "a:b:c", "a:a", "a:c", "a;b", "x", "xy", "x*", "x*y", "x[", "é", "éa",
+        "e", "É", "è", "z", "za", "z ", "z  ", "z a", "\uffff", "\ue000", "\ud7fe", "\ud7ff",
+        "\ud7ffa", "\U0010ffff", "\U0010ffff\U0010ffff", "\U0010ffffa", "a\uffff", "a\U0010fffe",
+        "a\U0010ffff", "a\U0010ffffz",
+    ),
+}  # fmt: skip
+
+
 @LISTS
-@pytest.mark.parametrize(
-    ("prefix", "inside", "outside"),
-    [
-        ("%", ["%", "%a", "%%"], ["a", "a%", "\\%"]),
-        ("_", ["_", "_a", "__"], ["a", "aa", "\\_"]),
-        ("a_b", ["a_b", "a_bc"], ["aXb", "a%b", "A_b"]),
-        ("a%", ["a%", "a%b"], ["ab", "aa%", "A%"]),
-        ("\\", ["\\", "\\%"], ["%", "/"]),
-        ("Ab", ["Ab", "Abc"], ["ab", "AB", "aB", "Áb"]),
-        ("'", ["'", "''", "' OR 1=1 --"], ['"', "a"]),
-        ("a:b", ["a:b", "a:b:c"], ["a", "a:", "a:a", "a:c", "a;b"]),
-        ("x*", ["x*", "x*y"], ["x", "xy", "x["]),
-        ("é", ["é", "éa"], ["e", "É", "è"]),
-        ("z ", ["z ", "z  ", "z a"], ["z", "za"]),
-        ("\U0010ffff", ["\U0010ffff", "\U0010ffff\U0010ffff", "\U0010ffffa"], ["a", "\uffff"]),
-        ("a\U0010ffff", ["a\U0010ffff", "a\U0010ffffz"], ["a", "b", "a\uffff", "a\U0010fffe"]),
-        ("\ud7ff", ["\ud7ff", "\ud7ffa"], ["\ue000", "\ud7fe"]),
-        # In another Unicode form.
-        ("-cafe\u0301", ["-caf\u00e9-1"], []),
-    ],
-    ids=ascii,
-)
-def test_prefix_is_plain_text(
-    backend: BaseLockBackend, key: str, prefix: str, inside: list[str], outside: list[str]
-) -> None:
+def test_prefix_is_plain_text(backend: BaseLockBackend, key: str) -> None:
     """A prefix means itself: no wildcard, no escape, no case, no accent, and the whole of it."""
-    for end in inside + outside:
-        take(backend, f"{key}{end}")
-    assert sorted(listed(backend, f"{key}{prefix}")) == sorted(f"{key}{end}" for end in inside)
+    for prefixes, ends in TEXTS.items():
+        grants = [take(backend, f"{key}{end}") for end in ends]
+        for prefix in prefixes:
+            plain = normalize_key(prefix)
+            expected = sorted(f"{key}{end}" for end in ends if end.startswith(plain))
+            assert sorted(listed(backend, f"{key}{prefix}")) == expected, ascii(prefix)
+        assert all(map(backend.release, grants))
 
 
 @LISTS
@@ -133,22 +130,22 @@ def test_no_prefix_lists_all(backend: BaseLockBackend, key: str) -> None:
 
 
 @LISTS
-@pytest.mark.parametrize("limit", [1, 3, 7, 8])
 def test_pages_show_each_lock_once(
-    backend: BaseLockBackend, registered: Registered, key: str, limit: int
+    backend: BaseLockBackend, registered: Registered, key: str
 ) -> None:
     """Each lock is on one page, whatever their size, and there in the order of the keys."""
     keys = [f"{key}-{end}" for end in ("", "a", "A", "aa", "b:%", "é", "\U0010ffff")]
     for each in keys:
         take(backend, each)
-    seen = registered.ordered(listed(backend, f"{key}-", limit=limit))
-    assert sorted(seen) == sorted(keys)
-    assert seen == registered.ordered(listed(backend, f"{key}-", limit=10_000))
-    first = backend.list(f"{key}-", limit=limit)
-    assert len(first.records) == min(limit, len(keys))
-    assert [each.key for each in first.records] == sorted(each.key for each in first.records)
-    assert list(first.records) == [backend.read(record.key) for record in first.records]
-    assert (first.cursor is None) == (limit >= len(keys))
+    whole = registered.ordered(listed(backend, f"{key}-", limit=10_000))
+    assert sorted(whole) == sorted(keys)
+    for limit in (1, 3, 7, 8):
+        assert registered.ordered(listed(backend, f"{key}-", limit=limit)) == whole
+        first = backend.list(f"{key}-", limit=limit)
+        assert len(first.records) == min(limit, len(keys))
+        assert [each.key for each in first.records] == sorted(each.key for each in first.records)
+        assert list(first.records) == [backend.read(record.key) for record in first.records]
+        assert (first.cursor is None) == (limit >= len(keys))
 
 
 @LISTS
