@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import unicodedata
 
 import pytest
@@ -32,26 +31,26 @@ def test_any_text_is_a_key(backend: BaseLockBackend, key: str) -> None:
         assert backend.release(grant) is True
 
 
-@pytest.mark.parametrize("char", ["k", "é", "語", "🔒"])
 def test_longest_key_has_512_bytes(
-    backend: BaseLockBackend, registered: Registered, key: str, char: str
+    backend: BaseLockBackend, registered: Registered, key: str
 ) -> None:
     """A key of exactly 512 bytes works in every operation."""
     room = 512 - len(key)
-    longest = key + char * (room // len(char.encode()))
-    longest += "x" * (512 - len(longest.encode()))
-    assert len(longest.encode()) == 512
-    grant = take(backend, longest)
-    contend(backend, longest, wanted=True)
-    assert backend.extend(grant)
-    assert backend.extend_many([grant])[0]
-    assert finds(backend, grant.token, held(backend, longest))
-    assert listed(backend, longest) == [longest]
-    assert backend.request_stop(longest)
-    assert not backend.supports_ttl or backend.request_stop(longest, 5)
-    assert backend.release(grant) is True
-    assert registered.is_next(take(backend, longest).fence, grant.fence)
-    assert backend.force_release(longest)
+    for char in "ké語🔒":
+        longest = key + char * (room // len(char.encode()))
+        longest += "x" * (512 - len(longest.encode()))
+        assert len(longest.encode()) == 512
+        grant = take(backend, longest)
+        contend(backend, longest, wanted=True)
+        assert backend.extend(grant)
+        assert backend.extend_many([grant])[0]
+        assert finds(backend, grant.token, held(backend, longest))
+        assert listed(backend, longest) == [longest]
+        assert backend.request_stop(longest)
+        assert not backend.supports_ttl or backend.request_stop(longest, 5)
+        assert backend.release(grant) is True
+        assert registered.is_next(take(backend, longest).fence, grant.fence)
+        assert backend.force_release(longest)
 
 
 def test_keys_of_our_own_are_out_of_reach(backend: BaseLockBackend, key: str) -> None:
@@ -102,29 +101,28 @@ def test_key_is_measured_in_nfc(backend: BaseLockBackend, key: str) -> None:
     take(backend, start + "b")
 
 
-@pytest.mark.parametrize(
-    "ends",
-    [
-        ("a", "A"), ("é", "e", "É"), ("a", "a ", " a", "a  "), ("ß", "ss", "SS"),
-        ("i", "\u0131", "\u0130"),
-        ("a", "a\t", "a\n"), ("ﬁ", "fi"), ("1", "\uff11", "01"), ("a", "a\u200b"), ("\u0430", "a"),
-        ("a:b", "a/b", "a.b", "a_b", "a%b"), ("", ":", "::"),
-    ],
-    ids=ascii,
+#: Texts of which some collation takes one for another of its group.
+ALIKE = (
+    ("a", "A", "a ", " a", "a  ", "a\t", "a\n", "a\u200b", "\u0430"), ("é", "e", "É"),
+    ("ß", "ss", "SS"), ("i", "\u0131", "\u0130"), ("ﬁ", "fi"), ("1", "\uff11", "01"),
+    ("a:b", "a/b", "a.b", "a_b", "a%b"), ("", ":", "::"),
 )  # fmt: skip
+
+
 def test_texts_that_look_alike_are_different_locks(
-    backend: BaseLockBackend, registered: Registered, key: str, ends: tuple[str, ...]
+    backend: BaseLockBackend, registered: Registered, key: str
 ) -> None:
     """Case, accents, width and spaces around make another key."""
-    grants = [take(backend, f"{key}{end}") for end in ends]
+    groups = [[take(backend, f"{key}{end}") for end in ends] for ends in ALIKE]
+    grants = [grant for group in groups for grant in group]
     assert all(registered.is_next(grant.fence) for grant in grants)
-    for grant, other in itertools.permutations(grants, 2):
-        assert grant.key != other.key
+    assert len({grant.key for grant in grants}) == len(grants)
     for grant in grants:
         assert held(backend, grant.key).token == grant.token
-    assert backend.release(grants[0]) is True
-    for grant in grants[1:]:
-        assert held(backend, grant.key).token == grant.token
+    for first, *others in groups:
+        assert backend.release(first) is True
+        for grant in others:
+            assert held(backend, grant.key).token == grant.token
 
 
 @pytest.mark.requires("supports_token_lookup")
@@ -141,19 +139,13 @@ def test_token_counts_with_its_case(backend: BaseLockBackend, key: str) -> None:
     assert backend.read_token(second.token) is not None
 
 
-@pytest.mark.parametrize(
-    "start", ["id:", "fence:", "lock:", "token:", "pause:", "distlock:", "distlock", ":", "\u2126"]
-)
-def test_no_key_reaches_another_record(
-    backend: BaseLockBackend, store: Store, key: str, start: str
-) -> None:
+def test_no_key_reaches_another_record(backend: BaseLockBackend, store: Store, key: str) -> None:
     """Names that a store might use inside are plain keys: they change no other lock."""
     victim = take(backend, key)
     before = held(backend, key)
-    for target in (key, victim.token, store.name(key)):
-        name = f"{start}{target}"
-        if name == key:
-            continue
+    starts = ("id:", "fence:", "lock:", "token:", "pause:", "distlock:", "distlock", ":", "\u2126")
+    targets = (key, victim.token, store.name(key))
+    for name in {start + target for start in starts for target in targets} - {key}:
         grant = take(backend, name)
         assert store.registered.is_next(grant.fence)
         assert backend.release(grant) is True
