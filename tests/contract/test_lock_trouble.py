@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -222,38 +223,38 @@ def test_grant_whose_reply_was_lost_is_taken_over(
 FAILURES = [BackendUnavailable(DOWN), LockError(DOWN), LockUsageError(DOWN)]
 
 
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda error: type(error).__name__)
 def test_release_that_fails_in_any_way_replaces_nothing(
-    scripted: Script, key: str, hold: Hold, failure: LockError, caplog: pytest.LogCaptureFixture
+    scripted: Script, key: str, hold: Hold, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever the store says about the release, the body's result and error stand; it is told."""
-    lock = scripted_lock(key, wait=0, ttl=20)
-    with Heard(signals.lock_released, key) as heard:
+    for failure in FAILURES:
+        caplog.clear()
+        lock = scripted_lock(f"{key}:{type(failure).__name__}", wait=0, ttl=20)
+        with Heard(signals.lock_released, lock.key) as heard:
+            scripted["release"] = [failure] * 10
+            assert hold(lock, lambda _: "result") == "result"
+            assert heard.once["cause"] is failure
+            assert heard.once["released"] is False
+        assert DOWN in caplog.text
+        assert lock.key in caplog.text
+        scripted["release"] = []
+        assert lock_backends["scripted"].force_release(lock.key) is not None
         scripted["release"] = [failure] * 10
-        assert hold(lock, lambda _: "result") == "result"
-        assert heard.once["cause"] is failure
-        assert heard.once["released"] is False
-    assert DOWN in caplog.text
-    assert key in caplog.text
-    scripted["release"] = []
-    assert lock_backends["scripted"].force_release(key) is not None
-    scripted["release"] = [failure] * 10
-    with pytest.raises(ZeroDivisionError):
-        hold(lock, lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            hold(lock, lambda _: 1 / 0)
 
 
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda error: type(error).__name__)
-def test_release_that_fails_behind_a_commit_changes_nothing(
-    scripted: Script, key: str, failure: LockError
-) -> None:
+def test_release_that_fails_behind_a_commit_changes_nothing(scripted: Script, key: str) -> None:
     """The data is committed: a release that fails then is no error of the transaction's."""
-    ran = []
-    scripted["release"] = [failure] * 10
-    with transaction.atomic():
-        with scripted_lock(key, ttl=20):
-            pass
-        transaction.on_commit(lambda: ran.append("the project's hook"))
-    assert ran == ["the project's hook"]
+    ran: list[LockError] = []
+    for failure in FAILURES:
+        scripted["release"] = [failure] * 10
+        with transaction.atomic():
+            with scripted_lock(f"{key}:{type(failure).__name__}", ttl=20):
+                pass
+            # The project's hook.
+            transaction.on_commit(partial(ran.append, failure))
+    assert ran == FAILURES
 
 
 def test_release_that_failed_may_be_tried_again(scripted: Script, key: str) -> None:
