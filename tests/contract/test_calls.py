@@ -37,33 +37,34 @@ def call(lock: JobLock) -> Grant:
     return lease._holding.grant
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_noted_call_replaces_those_before_it(lock: JobLock, *, is_slow: bool) -> None:
+def test_noted_call_replaces_those_before_it(lock: JobLock) -> None:
     """Not by its number alone, for its message may never be sent; whoever is slow, and for good."""
-    first, last = call(lock), call(lock)
-    assert first.fence < last.fence
-    for each in (last, first) if is_slow else (first, last):
-        assert not calls.is_overtaken(lock, each)
-        assert calls.is_replaced(lock, first.fence) is (is_slow or each is last)
-        assert not calls.is_replaced(lock, last.fence)
-    assert not calls.begin(lock, first.fence)
-    assert calls.begin(lock, last.fence)
-    assert record_of(lock) is None
-    assert [calls.is_replaced(lock, each.fence) for each in (first, last)] == [True, False]
-    # Delivered again.
-    assert calls.begin(lock, last.fence)
+    # The second time, what was delivered late begins where the last one has begun.
+    for is_slow in (False, True):
+        first, last = call(lock), call(lock)
+        assert first.fence < last.fence
+        for each in (last, first) if is_slow else (first, last):
+            assert not calls.is_overtaken(lock, each)
+            assert calls.is_replaced(lock, first.fence) is (is_slow or each is last)
+            assert not calls.is_replaced(lock, last.fence)
+        assert not calls.begin(lock, first.fence)
+        assert calls.begin(lock, last.fence)
+        assert record_of(lock) is None
+        assert [calls.is_replaced(lock, each.fence) for each in (first, last)] == [True, False]
+        # Delivered again.
+        assert calls.begin(lock, last.fence)
 
 
-@pytest.mark.parametrize("is_noted", [True, False])
-def test_call_is_overtaken_by_a_run(lock: JobLock, *, is_noted: bool) -> None:
+def test_call_is_overtaken_by_a_run(lock: JobLock) -> None:
     """Which has begun before the call was sent; not where a later call is still to begin."""
-    first, second, third = call(lock), call(lock), call(lock)
-    assert not (is_noted and calls.is_overtaken(lock, second))
-    assert calls.begin(lock, second.fence)
-    assert calls.is_overtaken(lock, first)
-    assert not calls.is_overtaken(lock, second)
-    assert not calls.is_overtaken(lock, third)
-    assert not calls.is_overtaken(lock, first)
+    for is_noted in (True, False):
+        first, second, third = call(lock), call(lock), call(lock)
+        assert not (is_noted and calls.is_overtaken(lock, second))
+        assert calls.begin(lock, second.fence)
+        assert calls.is_overtaken(lock, first)
+        assert not calls.is_overtaken(lock, second)
+        assert not calls.is_overtaken(lock, third)
+        assert not calls.is_overtaken(lock, first)
 
 
 def test_claim_of_another_call_stays(lock: JobLock) -> None:
