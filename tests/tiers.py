@@ -36,8 +36,8 @@ OF_BACKENDS = """
 """.split()  # noqa: SIM905 - as a list it would be a page
 #: Files in which the shape of an argument is tested, which is checked above the backends.
 OF_SHAPES = ["arguments", "keys", "raise_fences"]
-#: Tests of that kind in other files.
-SHAPES = {"test_bad_keys_are_refused", "test_bad_ttls_are_refused"}
+#: Tests of that kind in other files. Each store is given such texts by a test of its listings.
+SHAPES = {"test_bad_keys_are_refused", "test_bad_ttls_are_refused", "test_any_text_is_a_key"}
 #: Backends for a test about locks: all cases on the first that it has, and one on the other. The
 #: backends beside them take turns over the tests of a file, with one case each.
 FULL = ("memory", "postgres")
