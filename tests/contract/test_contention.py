@@ -84,25 +84,28 @@ def test_losing_leaves_the_rows_alone(
 
 
 @HAS_TRANSACTIONS
-@pytest.mark.parametrize("held_by_another", ["rows", "tables"])
-def test_losing_waits_for_nobody(
-    backend: BaseLockBackend, stranger: Stranger, key: str, held_by_another: str
-) -> None:
+def test_losing_waits_for_nobody(backend: BaseLockBackend, stranger: Stranger, key: str) -> None:
     """Contended comes at once and is not busy, whatever another transaction holds."""
     grant = take(backend, key)
     contend(backend, key, wanted=True)
-    if held_by_another == "rows":
+
+    def hold_rows() -> None:
         stranger.queue(key)
         stranger.hold(key)
         stranger.guard(key)
-    else:
+
+    def hold_tables() -> None:
         stranger.hold_table()
         if isinstance(stranger, Postgres):
             stranger.execute(f"LOCK TABLE {stranger.store.fences} IN EXCLUSIVE MODE")
-    for wanted in (False, True):
-        with prompt():
-            contended = contend(backend, key, wanted=wanted)
-        assert (contended.fence, contended.busy) == (grant.fence, False)
+
+    for stand_in_the_way in (hold_rows, hold_tables):
+        stand_in_the_way()
+        for wanted in (False, True):
+            with prompt():
+                contended = contend(backend, key, wanted=wanted)
+            assert (contended.fence, contended.busy) == (grant.fence, False)
+        stranger.rollback()
 
 
 @HAS_MARKS
