@@ -113,35 +113,33 @@ def test_acquire_does_not_wait_behind_synchronous_code(registered: Registered, k
     assert took < 3, took
 
 
-@pytest.mark.parametrize("how", ["block", "arelease"])
-def test_release_that_was_begun_outlives_its_loop(
-    registered: Registered, key: str, how: str
-) -> None:
+def test_release_that_was_begun_outlives_its_loop(registered: Registered, key: str) -> None:
     """The end of an event loop cancels every task, and gives every key back."""
-    lock = lock_of(registered, key, ttl=60)
+    locks = [lock_of(registered, f"{key}:{how}", ttl=60) for how in ("block", "arelease")]
 
-    async def work(started: asyncio.Event, leave: asyncio.Event) -> None:
-        if how == "block":
-            async with lock:
-                started.set()
-                await leave.wait()
-        else:
-            lease = await lock.aacquire()
-            started.set()
+    async def in_a_block(started: asyncio.Barrier, leave: asyncio.Event) -> None:
+        async with locks[0]:
+            await started.wait()
             await leave.wait()
-            await lease.arelease()
+
+    async def by_hand(started: asyncio.Barrier, leave: asyncio.Event) -> None:
+        lease = await locks[1].aacquire()
+        await started.wait()
+        await leave.wait()
+        await lease.arelease()
 
     async def main() -> None:
-        started, leave = asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(work(started, leave))
+        started, leave = asyncio.Barrier(3), asyncio.Event()
+        tasks = [asyncio.create_task(work(started, leave)) for work in (in_a_block, by_hand)]
         await started.wait()
         busy = asyncio.create_task(sync_to_async(time.sleep)(1.5))
         await asyncio.sleep(0.3)
         leave.set()
         await asyncio.sleep(0.3)
-        task.cancel()
-        await asyncio.wait([task])
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         del busy
 
     async_to_sync(main)()
-    assert eventually(lambda: grantable(lock), timeout=5)
+    assert eventually(lambda: all(map(grantable, locks)), timeout=5)
