@@ -153,6 +153,10 @@ def test_mark_that_cannot_be_asked_is_an_error(empty: str) -> None:
     assert run("distlock_fence", "seen", "a\0").status == 2
     ran = run("distlock_fence", "seen", "key", "--database=nowhere")
     assert (ran.status, "'nowhere'" in ran.err) == (1, True)
+    (failure,) = run("distlock_fence", "seen", "key", "--database=nowhere", "--json").json[
+        "failures"
+    ]
+    assert (failure["code"], "'nowhere'" in failure["message"]) == ("misconfigured", True)
     for more in ((), ("--to=5",)):
         ran = run("distlock_fence", "seen", "key", f"--database={empty}", *more)
         assert (ran.status, ran.out) == (69, "")

@@ -7,6 +7,7 @@ import logging
 from copy import copy
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, InterfaceError, connections
 
@@ -94,7 +95,7 @@ class Command(OperatorCommand):
     ) -> None:
         key = stored_key(key)
         if database is not None and database not in connections:
-            raise CommandError(f"{database!r} is not in DATABASES.")
+            raise ImproperlyConfigured(f"{database!r} is not in DATABASES.")
         try:
             before = mark_of(key, database) if to is None else set_mark(key, to, database)
         except (DatabaseError, InterfaceError) as error:
