@@ -6,14 +6,12 @@ import getpass
 import json
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import CommandError, CommandParser, OutputWrapper
+from django.core.management.base import CommandError, CommandParser
 
 from ..backends.base import BaseLockBackend
 from ..core.documents import plain
@@ -25,6 +23,7 @@ from ..handler import lock_backends
 from ..inspection import Failure, HeldKey, State
 from ..process import event_log
 from ..process.host import current_holder
+from .printing import Printer
 from .reading import ReadingCommand, number_of
 from .statuses import UNAVAILABLE, USAGE
 from .tables import Cell, aligned
@@ -42,34 +41,6 @@ HEADINGS = (
 )  # fmt: skip
 
 
-class _Escaping(OutputWrapper):
-    """Prints an escape for each letter of a key that the encoding of the terminal lacks.
-
-    What nobody reads any more, as behind `| head`, stops no command in the middle of its work.
-    """
-
-    def write(  # type: ignore[override]
-        self, msg: str = "", style_func: Any = None, ending: str | None = None
-    ) -> None:
-        encoding = getattr(self._out, "encoding", None) or "utf-8"
-        text = msg.encode(encoding, "backslashreplace").decode(encoding)
-        with self._unread():
-            super().write(text, style_func, ending)
-
-    def flush(self) -> None:
-        with self._unread():
-            super().flush()
-
-    @contextmanager
-    def _unread(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            # Also what is still to be written, when the interpreter ends.
-            with Path(os.devnull).open("w") as nowhere:
-                os.dup2(nowhere.fileno(), self._out.fileno())  # type: ignore[attr-defined]
-
-
 class OperatorCommand(ReadingCommand):
     """A command that looks at locks, or changes them, through `inspection`."""
 
@@ -82,15 +53,11 @@ class OperatorCommand(ReadingCommand):
             "--json", action="store_true", help="print one JSON document instead of text"
         )
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.stdout = _Escaping(self.stdout._out)  # type: ignore[arg-type]
-
     def execute(self, *args: Any, **options: Any) -> Any:
         """Run, and end with the status that fits the error."""
         dropped = event_log.dropped()
         try:
-            return super().execute(*args, **options)
+            said = super().execute(*args, **options)
         except (ImproperlyConfigured, LockError) as error:
             status = status_of(error)
             if options.get("json") and status != USAGE:
@@ -110,6 +77,9 @@ class OperatorCommand(ReadingCommand):
                 self.stderr.write(
                     f"{lost} lock events of this command were dropped: their database is slow."
                 )
+        if isinstance(self.stdout, Printer) and self.stdout.failure is not None:
+            raise CommandError(f"Done, but not all could be printed: {self.stdout.failure}")
+        return said
 
     def pace(self, done: int) -> None:
         """Wait for the events of what is done before so many wait that further ones are dropped."""

@@ -11,6 +11,8 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
 
+from .printing import Printer
+
 
 class ReadingCommand(BaseCommand):
     """A command whose options obey the same rules where they come as keyword arguments.
@@ -19,6 +21,11 @@ class ReadingCommand(BaseCommand):
     """
 
     _parser: CommandParser | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stdout = Printer.instead_of(self.stdout)
+        self.stderr = Printer.instead_of(self.stderr)
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Keep the parser."""

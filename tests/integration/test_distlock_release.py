@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 from django.conf import settings
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.test import override_settings
 
 from django_distlock import lock_backends
@@ -85,6 +86,20 @@ def test_reader_that_leaves_stops_no_release(
     with os.fdopen(writer, "w", buffering=1) as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
         call_command("distlock_release", "--prefix", key, OF, *FORCED)
+    assert still_held(grants) == [False] * 3
+
+
+def test_output_that_cannot_be_written_stops_no_release(
+    key: str, grants: list[Grant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was closed is missed by nobody; behind a full disk, the end tells of it."""
+    monkeypatch.setattr(sys, "stdout", None)
+    call_command("distlock_release", grants[0].key, OF, *FORCED)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(CommandError, match=r"^Done, but .*: \[Errno 28\]"):
+            call_command("distlock_release", "--prefix", key, OF, *FORCED)
+        assert [written(each.key) for each in grants] == [1] * 3
     assert still_held(grants) == [False] * 3
 
 

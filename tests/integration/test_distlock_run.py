@@ -99,6 +99,21 @@ def test_ends_as_the_program_did(key: str, script: str, status: int) -> None:
     assert is_free(key)
 
 
+def test_status_is_told_though_nobody_hears_the_error(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Standard error was closed, its disk is full, or its reader has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with (
+        os.fdopen(writer, "w", buffering=1) as nobody,
+        Path("/dev/full").open("w", buffering=1) as full,
+    ):
+        for stream in (None, nobody, full):
+            monkeypatch.setattr(sys, "stderr", stream)
+            assert status_here(key, "--", "no-such-program") == 127
+
+
 def test_program_takes_all_that_stands_behind_the_dashes(
     key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
