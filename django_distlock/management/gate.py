@@ -1,4 +1,4 @@
-"""Becomes a program when it is told to: run as a script, by its path, without any package.
+"""Becomes a program when it is told to: run as a script, without any package.
 
 A program that runs before its leash knows of it would survive a kill of `distlock_run`. So this
 runs in its place, with its process number, and waits. It ends if nobody is left to tell it.

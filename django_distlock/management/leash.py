@@ -1,4 +1,4 @@
-"""Ends a program whose keeper was killed: run as a script, by its path, without any package.
+"""Ends a program whose keeper was killed: run as a script, without any package.
 
 A program that goes on while nobody renews its lease would soon not be the only one. What kills
 `distlock_run` leaves it no time to see to that, so another process does: it reads from a pipe, and
@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
+from pkgutil import get_data
 from typing import Self
 
 _OVER = "over"
@@ -24,7 +26,7 @@ class Leash:
     def __init__(self, grace: float):
         # Not reached by what is sent to this process's group, or typed at its terminal.
         self._process = subprocess.Popen(  # noqa: S603 - this file
-            [sys.executable, "-I", "-S", __file__, str(grace)],
+            [sys.executable, "-I", "-S", *script("leash.py"), str(grace)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -55,6 +57,13 @@ class Leash:
             assert self._process.stdin  # noqa: S101 - it is a pipe
             self._process.stdin.write(line)
             self._process.stdin.flush()
+
+
+def script(name: str) -> list[str]:
+    """Return what tells an interpreter to run a file of this folder."""
+    path = Path(__file__).with_name(name)
+    # In a zip it is no file.
+    return [str(path)] if path.is_file() else ["-c", (get_data(__package__, name) or b"").decode()]
 
 
 def send(address: int, signum: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 from django.core.management.base import CommandError
 
-from .leash import send
+from .leash import script, send
 from .statuses import NOT_EXECUTABLE, NOT_FOUND
 
 #: What is passed on to the program: those that exist here.
@@ -98,7 +98,7 @@ class Program:
                 os.set_inheritable(each, True)
             return subprocess.Popen(  # noqa: S603 - the same, behind its gate
                 [
-                    sys.executable, "-I", "-S", str(Path(__file__).with_name("gate.py")),
+                    sys.executable, "-I", "-S", *script("gate.py"),
                     str(told), str(failed), keeps_locale, self._path, *command,
                 ],
                 env=environment,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from tests.contract.helpers import held
 
 from .databases import here
 from .operating import DEAD
-from .projects import Project
+from .projects import ROOT, Project, run_python
 from .runs import Run, children_of, end, eventually, state_of
 
 BACKENDS = ["postgres", "sqlite", "mariadb", "redis", "advisory"]
@@ -96,6 +97,15 @@ def test_program_has_the_lock_and_the_streams(project: Project, key: str) -> Non
 def test_ends_as_the_program_did(key: str, script: str, status: int) -> None:
     """With its status, or 128 and the number of the signal that has ended it."""
     assert status_here(key, *shell(script)) == status
+    assert is_free(key)
+
+
+def test_package_may_be_in_a_zip(project: Project, key: str, tmp_path: Path) -> None:
+    """As in a zipapp: what runs beside the program is no file there."""
+    packed = shutil.make_archive(str(tmp_path / "packed"), "zip", ROOT, "django_distlock")
+    environment = {**project._environment(), "PYTHONPATH": f"{packed}:{ROOT}"}
+    command = ("-m", "django", "distlock_run", key, *shell("echo fence=$DISTLOCK_FENCE; exit 3"))
+    assert run_python(tmp_path, *command, status=3, **environment) == "fence=1\n"
     assert is_free(key)
 
 
