@@ -106,6 +106,23 @@ def test_task_killed_while_it_waits_frees_its_claim(prefork: Crew, name: str, pr
         claim_ends(prefork, claim)
 
 
+@pytest.mark.parametrize("is_revoked", [True, False], ids=["revoked", "limit"])
+def test_greenlet_killed_while_it_waits_frees_its_claims(gevent: Crew, *, is_revoked: bool) -> None:
+    """No process ends there: what is raised in a greenlet is the end of its task."""
+    claims = [own_key(prefix + gevent.key) for _, prefix in WAITING]
+    options = {} if is_revoked else {"time_limit": 1}
+    with held_elsewhere(distlock(gevent.key, backend=gevent.store, ttl=60)):
+        results = [gevent.send(name, **options) for name, _ in WAITING]
+        assert all(map(gevent.record, claims))
+        gevent.until(lambda: "PENDING" not in {each.state for each in results}, "both wait")
+        for each in results if is_revoked else []:
+            each.revoke(terminate=True)
+        ends = "REVOKED" if is_revoked else "FAILURE"
+        assert [gevent.outcome(each) for each in results] == [ends] * len(WAITING)
+        for claim in claims:
+            claim_ends(gevent, claim)
+
+
 def claim_ends(crew: Crew, claim: str) -> None:
     """Wait until nothing is kept of a claim."""
     store = lock_backends[crew.store]

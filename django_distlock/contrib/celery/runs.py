@@ -117,8 +117,10 @@ class Run:
 
     def end(self, state: str, retval: Any) -> None:
         """End what lasts until the result is stored, and note that it is."""
-        is_over = state in (states.SUCCESS, states.FAILURE) or (
-            self.has_begun and state != states.RETRY
+        is_over = (
+            state in (states.SUCCESS, states.FAILURE)
+            or (self.has_begun and state != states.RETRY)
+            or (not state and _is_greenlet_killed())
         )
         try:
             is_left = state == states.FAILURE and not self.has_begun and self._delivery.is_queued
@@ -456,6 +458,12 @@ def _may_be_stolen(lock: Lock, error: LockNotAcquired) -> bool:
     # What is kept behind a release has no holder that could be dead.
     kept = lock.hold or lock.min_hold
     return not kept and error.holder is not None and is_gone(error.holder)
+
+
+def _is_greenlet_killed() -> bool:
+    # Its pool ends a task by what is no `Exception`; the end of a worker is a `SystemExit`.
+    error = sys.exception()
+    return error is not None and not isinstance(error, (Exception, SystemExit, KeyboardInterrupt))
 
 
 def ended(task: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:
