@@ -41,7 +41,7 @@ from django_distlock import (
     lock_backends,
 )
 from django_distlock.contrib import prometheus
-from django_distlock.contrib.celery import LockedTask, failed, locked_task, queueing
+from django_distlock.contrib.celery import LockedTask, failed, leftovers, locked_task, queueing
 from django_distlock.contrib.celery.checks import check_tasks
 from django_distlock.contrib.celery.deliveries import LEASE, OF
 from django_distlock.contrib.celery.terms import terms_of
@@ -896,6 +896,27 @@ def test_unique_key_ends_though_the_end_of_its_run_is_interrupted(app: Celery) -
         deliver(work, 7)
     put.assert_called_once()
     assert not distlock(UNIQUE).locked()
+
+
+@pytest.mark.parametrize(
+    "keys", [{"unique": "{number}"}, {"lock": "{number}", "max_queued": 1}], ids=["unique", "place"]
+)
+def test_claims_end_though_their_release_is_interrupted(app: Celery, keys: dict[str, Any]) -> None:
+    """The soft time limit comes once, and what a task has is released behind it."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(**keys)
+    def work(number: int) -> None: ...
+
+    effects = [SoftTimeLimitExceeded, mock.DEFAULT]
+    with queue_of(app) as next_message:
+        work.delay(7)
+        headers = next_message().headers
+    wraps = leftovers.free
+    with mock.patch.object(leftovers, "free", wraps=wraps, side_effect=effects) as free:
+        deliver(work, 7, **headers)
+    assert free.call_count == 2
+    assert held_now() == []
 
 
 def test_retry_of_a_call_that_began_while_it_was_replaced(app: Celery) -> None:

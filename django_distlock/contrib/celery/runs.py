@@ -130,14 +130,17 @@ class Run:
                 self._note()
             if state != states.RETRY:
                 self._wait_no_more()
-            if is_over:
-                self._leave_backlog()
         finally:
-            # A soft time limit may end this, and the key would be renewed for ever.
-            self._end_unique(state, retval, is_over=is_over)
+            # A soft time limit may end each of them, once, and the key would be renewed for ever.
+            try:
+                self._end_claims(state, retval, is_over=is_over)
+            finally:
+                self._end_claims(state, retval, is_over=is_over)
 
-    def _end_unique(self, state: str, retval: Any, *, is_over: bool) -> None:
-        unique, self.unique = self.unique, None
+    def _end_claims(self, state: str, retval: Any, *, is_over: bool) -> None:
+        if is_over:
+            self._leave_backlog()
+        unique = self.unique
         if unique is None:
             # A task that is over, and was refused before it took its key over from the queue.
             if self._queued is not None and is_over:
@@ -148,12 +151,14 @@ class Run:
             queueing.keep(unique, self._terms, getattr(retval, "when", None))
         else:
             self._free(unique.release, unique.key)
+        self.unique = self._queued = None
 
     def _leave_backlog(self) -> None:
-        place, self._place = self._place, None
-        if place is not None:
+        if self._place is not None:
             number = int(self._delivery.header(PLACE))
-            self._free(partial(calls.free, place, number), place.key)
+            self._free(partial(calls.free, self._place, number), self._place.key)
+            # Only now: what interrupts this is followed by `end`.
+            self._place = None
 
     def _free_claim(self, queued: JobLock) -> None:
         fence = int(self._delivery.header(UNIQUE))
