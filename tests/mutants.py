@@ -623,7 +623,7 @@ MUTANTS = (
     Mutant(
         "a fence refuses the second write of its own holder", "postgres", FENCING_FIELDS,
         old=r"CASE WHEN \{fence\} <= ", new="CASE WHEN {fence} < ",
-        test=f"{ROWS}::test_equal_and_higher_fences_write", case="default-autocommit",
+        test=f"{ROWS}::test_equal_and_higher_fences_write", case="default",
     ),
     Mutant(
         "a save forgets the fence its row was read under",

@@ -33,7 +33,7 @@ Rows = FencedQuerySet[Account]
 READS: dict[str, Callable[[Rows], Any]] = {
     "list": list,
     "get": lambda rows: rows.get(value=1),
-    "get by key": lambda rows: rows.get(pk=rows.model.objects.using(rows.db).get(value=1).pk),
+    "get by key": lambda rows: rows.get(pk=rows.model.objects.using(rows.db).latest("pk").pk),
     "first": lambda rows: rows.order_by("-value").last(),
     "latest": lambda rows: rows.earliest("value"),
     "slice": lambda rows: list(rows.order_by("value")[:1]),
@@ -51,18 +51,20 @@ READS: dict[str, Callable[[Rows], Any]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_read_raises_the_fence(using: str, key: str, read: Callable[[Rows], Any]) -> None:
+def test_read_raises_the_fence(using: str, key: str, subtests: pytest.Subtests) -> None:
     """Whatever way a row is read in, older leases are refused from then on, to read as well."""
-    row = account(using, key)
-    with transaction.atomic(using=using):
-        assert read(accounts(using, key).fenced(NEW))
-    assert stored(row) == (1, 6)
-    with pytest.raises(FenceRejected):
-        row.save(lease=OLD)
-    with pytest.raises(FenceRejected) as caught, transaction.atomic(using=using):
-        read(accounts(using, key).fenced(OLD))
-    assert refused(caught.value, row)
+    for way, read in READS.items():
+        with subtests.test(way):
+            row = account(using, f"{key}-{way}:")
+            rows = accounts(using, row.name)
+            with transaction.atomic(using=using):
+                assert read(rows.fenced(NEW))
+            assert stored(row) == (1, 6)
+            with pytest.raises(FenceRejected):
+                row.save(lease=OLD)
+            with pytest.raises(FenceRejected) as caught, transaction.atomic(using=using):
+                read(rows.fenced(OLD))
+            assert refused(caught.value, row)
 
 
 def test_read_rows_have_the_fence_and_the_lease(using: str, key: str) -> None:
@@ -112,34 +114,41 @@ def test_row_that_comes_in_between_is_marked_too(
         assert stored(late[0]) == (5, 6)
 
 
-def test_update_is_all_or_nothing(using: str, key: str, atomic: bool) -> None:
+def test_update_is_all_or_nothing(using: str, key: str) -> None:
     """One row that is too new keeps all of them from being written, in one statement."""
-    rows = [account(using, f"{key}-{n}", fence=6 if n == 1 else 0) for n in range(3)]
-    with pytest.raises(FenceRejected) as caught, in_transaction(using, wanted=atomic):
-        accounts(using, key).fenced(OLD).update(value=F("value") + 1)
-    assert refused(caught.value, rows[1])
-    assert [stored(each)[0] for each in rows] == [1, 1, 1]
-    with in_transaction(using, wanted=atomic), CaptureQueriesContext(connections[using]) as queries:
-        assert accounts(using, key).fenced(NEW).update(value=F("value") + 1) == 3
-    assert len([each for each in queries if "UPDATE" in each["sql"]]) == 1
-    assert [stored(each) for each in rows] == [(2, 6)] * 3
-    # A stale lease is told from a filter that matches no row.
-    assert accounts(using, key).fenced(OLD).filter(value=99).update(value=2) == 0
+    for atomic in (False, True):
+        name = f"{key}:{atomic}"
+        rows = [account(using, f"{name}-{n}", fence=6 if n == 1 else 0) for n in range(3)]
+        with pytest.raises(FenceRejected) as caught, in_transaction(using, wanted=atomic):
+            accounts(using, name).fenced(OLD).update(value=F("value") + 1)
+        assert refused(caught.value, rows[1])
+        assert [stored(each)[0] for each in rows] == [1, 1, 1]
+        with (
+            in_transaction(using, wanted=atomic),
+            CaptureQueriesContext(connections[using]) as queries,
+        ):
+            assert accounts(using, name).fenced(NEW).update(value=F("value") + 1) == 3
+        assert len([each for each in queries if "UPDATE" in each["sql"]]) == 1
+        assert [stored(each) for each in rows] == [(2, 6)] * 3
+        # A stale lease is told from a filter that matches no row.
+        assert accounts(using, name).fenced(OLD).filter(value=99).update(value=2) == 0
 
 
-def test_bulk_update_is_all_or_nothing(using: str, key: str, atomic: bool) -> None:
+def test_bulk_update_is_all_or_nothing(using: str, key: str) -> None:
     """Also over several batches, and in a transaction that goes on."""
-    rows = [account(using, f"{key}-{n}", fence=6 if n == 2 else 0) for n in range(3)]
-    for row in rows:
-        row.value = 9
-    with in_transaction(using, wanted=atomic):
-        with pytest.raises(FenceRejected):
-            accounts(using).fenced(OLD).bulk_update(rows, ["value"], batch_size=1)
-        assert accounts(using, key).count() == 3
-    assert [stored(each)[0] for each in rows] == [1, 1, 1]
-    assert accounts(using).fenced(NEW).bulk_update(rows, ["value"], batch_size=2) == 3
-    assert [stored(each) for each in rows] == [(9, 6)] * 3
-    assert {row.fence for row in rows} == {6}
+    for atomic in (False, True):
+        name = f"{key}:{atomic}"
+        rows = [account(using, f"{name}-{n}", fence=6 if n == 2 else 0) for n in range(3)]
+        for row in rows:
+            row.value = 9
+        with in_transaction(using, wanted=atomic):
+            with pytest.raises(FenceRejected):
+                accounts(using).fenced(OLD).bulk_update(rows, ["value"], batch_size=1)
+            assert accounts(using, name).count() == 3
+        assert [stored(each)[0] for each in rows] == [1, 1, 1]
+        assert accounts(using).fenced(NEW).bulk_update(rows, ["value"], batch_size=2) == 3
+        assert [stored(each) for each in rows] == [(9, 6)] * 3
+        assert {row.fence for row in rows} == {6}
 
 
 def test_created_rows_begin_with_the_fence(using: str, key: str) -> None:
@@ -168,14 +177,16 @@ def test_update_or_create_is_refused(using: str, key: str) -> None:
     assert stored(row) == (3, 6)
 
 
-def test_delete_is_all_or_nothing(using: str, key: str, atomic: bool) -> None:
+def test_delete_is_all_or_nothing(using: str, key: str) -> None:
     """One row that is too new keeps all of them."""
-    rows = [account(using, f"{key}-{n}", fence=6 if n == 1 else 0) for n in range(3)]
-    with pytest.raises(FenceRejected) as caught, in_transaction(using, wanted=atomic):
-        accounts(using, key).fenced(OLD).delete()
-    assert refused(caught.value, rows[1])
-    assert accounts(using, key).count() == 3
-    assert accounts(using, key).fenced(NEW).delete() == (3, {"shop.Account": 3})
+    for atomic in (False, True):
+        name = f"{key}:{atomic}"
+        rows = [account(using, f"{name}-{n}", fence=6 if n == 1 else 0) for n in range(3)]
+        with pytest.raises(FenceRejected) as caught, in_transaction(using, wanted=atomic):
+            accounts(using, name).fenced(OLD).delete()
+        assert refused(caught.value, rows[1])
+        assert accounts(using, name).count() == 3
+        assert accounts(using, name).fenced(NEW).delete() == (3, {"shop.Account": 3})
 
 
 def test_delete_takes_no_row_that_was_taken_over(using: str, key: str) -> None:
