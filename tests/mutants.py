@@ -721,14 +721,13 @@ MUTANTS = (
     Mutant(
         "a stale holder creates a deleted row again", "redis", "django_distlock/locks/state.py",
         old=r"counter is None or counter.fence <= self.fence", new="True",
-        test=f"{MADE_ROWS}::test_deleted_row_is_not_made_again", case="{backend}-autocommit",
+        test=f"{MADE_ROWS}::test_deleted_row_is_not_made_again",
     ),
     Mutant(
         "a row is created while its key is granted to somebody else", "postgres",
         "django_distlock/locks/state.py",
         old=r"hold and self.store.guards.hold\(self.grant, using\)", new="False",
         test=f"{MADE_ROWS}::test_nobody_is_granted_the_key_before_the_row_is_there",
-        case="{backend}-create",
     ),
     Mutant(
         "a save writes an old fence back", "sqlite", FENCING_FIELDS,

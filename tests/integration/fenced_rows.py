@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from django.db import transaction
 
 from django_distlock import FenceRejected
@@ -28,6 +29,8 @@ from .databases import here
 #: Children come before their parents.
 MODELS = (Deep, SubVault, Savings, Plain, Vault, Named, Folder, Entry, Shelf, Account)
 OLD, NEW = Fence("a", 5), Fence("a", 6)
+#: For what is asked of each kind of database, in a file about what is the same above them.
+EVERYWHERE = pytest.mark.parametrize("using", ["default", "sqlite", "mariadb"], indirect=True)
 
 
 def without_rows(using: str) -> Iterator[str]:

@@ -52,25 +52,26 @@ def granted(backend: str, key: str) -> Lease:
     return lease
 
 
-@pytest.mark.parametrize("atomic", [False, True], ids=["autocommit", "transaction"])
-def test_deleted_row_is_not_made_again(pair: tuple[str, str], key: str, atomic: bool) -> None:
+def test_deleted_row_is_not_made_again(pair: tuple[str, str], key: str) -> None:
     """What the next holder deleted stays so; that one makes it again as it likes."""
     backend, using = pair
-    rows, old = accounts(using), granted(backend, key)
-    rows.fenced(old).get_or_create(name=key)
-    new = granted(backend, key)
-    assert rows.fenced(new).filter(name=key).delete()[0] == 1
-    with (
-        Heard(fence_rejected, key) as heard,
-        pytest.raises(FenceRejected) as caught,
-        in_transaction(using, wanted=atomic),
-    ):
-        rows.fenced(old).get_or_create(name=key)
-    assert (caught.value.current, caught.value.fence) == (new.fence, old.fence)
-    assert "new shop.Account" in str(caught.value)
-    assert (heard.once["model"], heard.once["pk"]) == ("shop.Account", None)
-    assert not rows.filter(name=key).exists()
-    assert rows.fenced(new).get_or_create(name=key)[1]
+    for atomic in (False, True):
+        name = f"{key}:{atomic}"
+        rows, old = accounts(using), granted(backend, name)
+        rows.fenced(old).get_or_create(name=name)
+        new = granted(backend, name)
+        assert rows.fenced(new).filter(name=name).delete()[0] == 1
+        with (
+            Heard(fence_rejected, name) as heard,
+            pytest.raises(FenceRejected) as caught,
+            in_transaction(using, wanted=atomic),
+        ):
+            rows.fenced(old).get_or_create(name=name)
+        assert (caught.value.current, caught.value.fence) == (new.fence, old.fence)
+        assert "new shop.Account" in str(caught.value)
+        assert (heard.once["model"], heard.once["pk"]) == ("shop.Account", None)
+        assert not rows.filter(name=name).exists()
+        assert rows.fenced(new).get_or_create(name=name)[1]
 
 
 def moved_away(rows: Any, lease: Lease, key: str) -> None:
@@ -97,21 +98,22 @@ WAYS: dict[str, Callable[[Any, Lease, str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
 def test_stale_lease_makes_no_row(
-    shared: tuple[str, str], key: str, make: Callable[[Any, Lease, str], Any]
+    shared: tuple[str, str], key: str, subtests: pytest.Subtests
 ) -> None:
     """Whichever way it is made; nobody is told of a row that is not there."""
     backend, using = shared
     old, new = granted(backend, key), granted(backend, key)
-    rows = accounts(using)
-    with pytest.raises(FenceRejected):
-        make(rows, old, key)
-    with pytest.raises(FenceRejected), transaction.atomic(using=using):
-        make(rows, old, key)
-    assert not rows.filter(name=key).exists()
-    make(rows, new, key)
-    assert rows.get(name=key).fence == new.fence
+    for way, make in WAYS.items():
+        with subtests.test(way):
+            rows, name = accounts(using), f"{key}:{way}"
+            with pytest.raises(FenceRejected):
+                make(rows, old, name)
+            with pytest.raises(FenceRejected), transaction.atomic(using=using):
+                make(rows, old, name)
+            assert not rows.filter(name=name).exists()
+            make(rows, new, name)
+            assert rows.get(name=name).fence == new.fence
 
 
 def test_row_that_was_read_and_deleted_is_not_inserted(shared: tuple[str, str], key: str) -> None:
@@ -126,31 +128,33 @@ def test_row_that_was_read_and_deleted_is_not_inserted(shared: tuple[str, str], 
     assert not rows.filter(name=key).exists()
 
 
-@pytest.mark.parametrize("way", ["create", "get_or_create", "bulk_create", "in two tables"])
 @pytest.mark.parametrize("backend", ["postgres", "mariadb", "advisory"])
 def test_nobody_is_granted_the_key_before_the_row_is_there(
-    backend: str, way: str, key: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, key: str, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     """In the database of the locks there is no gap between the comparison and the commit."""
     using = here(BACKENDS[backend].using)
-    lease = granted(backend, key)
     taken: list[Lease | None] = []
 
-    def slowly(*args: Any) -> None:
-        refuse_overtaken(*args)
+    def slowly(by: Lease, *more: Any) -> None:
+        refuse_overtaken(by, *more)
         try:
-            taken.append(Later(distlock(key, backend=backend, wait=0).acquire).result())
+            taken.append(Later(distlock(by.key, backend=backend, wait=0).acquire).result())
         except LockNotAcquired:
             taken.append(None)
 
     for module in ("models", "querysets"):
         monkeypatch.setattr(f"django_distlock.fencing.{module}.refuse_overtaken", slowly)
-    if way in WAYS:
-        WAYS[way](accounts(using), lease, key)
-    else:
-        accounts(using).fenced(lease).get_or_create(name=key)
-    assert taken == [None]
-    granted(backend, key)
+    ways = {each: WAYS[each] for each in ("create", "bulk_create", "in two tables")}
+    ways["get_or_create"] = lambda rows, lease, name: rows.fenced(lease).get_or_create(name=name)
+    for way, make in ways.items():
+        with subtests.test(way):
+            name = f"{key}:{way}"
+            lease = granted(backend, name)
+            taken.clear()
+            make(accounts(using), lease, name)
+            assert taken == [None]
+            granted(backend, name)
     accounts(using, key).delete()
 
 
