@@ -163,28 +163,24 @@ def test_key_and_columns(
     assert made.columns(key) == values
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "payment:",
-        "payment:x",
-        "payment:012",
-        "payment:1 ",
-        "xpayment:1",
-        "payment:1\n",
-        f"payment:{2**63}",
-    ],
-)
-def test_key_of_no_row(key: str) -> None:
+def test_key_of_no_row() -> None:
     """A key that no row's columns make is that of no row, and an unsaved row may have none."""
     template = KeyTemplate(_model(), "payment:{pk}")
-    assert template.columns(key) is None
+    for end in ("", "x", "012", "1 ", "1\n", str(2**63)):
+        assert template.columns(f"payment:{end}") is None
+    assert template.columns("xpayment:1") is None
     assert template.of(_model()()) is None
 
 
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
+def test_templates_that_cannot_be() -> None:
+    """A template that keys cannot be taken apart by is refused, also by the checks."""
+    made = _model(
+        name=models.TextField(),
+        other=models.TextField(),
+        price=models.DecimalField(max_digits=5, decimal_places=2),
+        at=models.DateTimeField(),
+    )
+    for template, says in (
         ("payment", "names no field"),
         ("payment:{nothing}", "no column {nothing}"),
         ("{id}:{id}", "once"),
@@ -198,18 +194,9 @@ def test_key_of_no_row(key: str) -> None:
         ("{price}", "no single text"),
         ("{at}", "no single text"),
         ("payment:{", "'{'"),
-    ],
-)
-def test_templates_that_cannot_be(template: str, says: str) -> None:
-    """A template that keys cannot be taken apart by is refused, also by the checks."""
-    made = _model(
-        name=models.TextField(),
-        other=models.TextField(),
-        price=models.DecimalField(max_digits=5, decimal_places=2),
-        at=models.DateTimeField(),
-    )
-    with pytest.raises(ValueError, match=says.replace("{", r"\{")):
-        KeyTemplate(made, template)
+    ):
+        with pytest.raises(ValueError, match=says.replace("{", r"\{")):
+            KeyTemplate(made, template)
 
 
 # Checks

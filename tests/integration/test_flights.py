@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from itertools import product
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -170,17 +171,16 @@ def test_value_comes_from_the_cache(fly: Callable[..., Any], key: str) -> None:
     assert work.runs == 1
 
 
-@pytest.mark.parametrize("stale", [0, 60])
-@pytest.mark.parametrize("cache", ["default", "shared"])
-def test_none_is_a_value(fly: Callable[..., Any], key: str, cache: str, stale: float) -> None:
+def test_none_is_a_value(fly: Callable[..., Any], key: str) -> None:
     """So is what else is false."""
     values: list[Any] = [None, False, 0, "", []]
-    for number, value in enumerate(values):
-        work = Work.quick(value)
-        name = f"{key}:{number}"
-        how: dict[str, Any] = {"timeout": 60, "cache": cache, "stale": stale}
-        assert [fly(name, work, **how) for _ in range(3)] == [value] * 3
-        assert work.runs == 1
+    for cache, stale in product(("default", "shared"), (0, 60)):
+        for number, value in enumerate(values):
+            work = Work.quick(value)
+            name = f"{key}:{stale}:{number}"
+            how: dict[str, Any] = {"timeout": 60, "cache": cache, "stale": stale}
+            assert [fly(name, work, **how) for _ in range(3)] == [value] * 3
+            assert work.runs == 1
 
 
 @pytest.mark.parametrize("cache", ["default", "shared"])
@@ -748,14 +748,14 @@ def test_call_in_an_event_loop_is_a_call(key: str) -> None:
 # Wrong uses
 
 
-@pytest.mark.parametrize("store", ["answers", "is away"])
-def test_asking_for_its_own_value_is_refused(fly: Callable[..., Any], key: str, store: str) -> None:
-    """It would wait for itself."""
-    ask = functools.partial(fly, key, timeout=60)
-    outage = lose_connection("memory") if store == "is away" else nullcontext()
-    with outage, prompt(), pytest.raises(LockUsageError) as caught:
-        ask(lambda: single_flight(key, lambda: 1, timeout=60, backend="memory"))
-    assert caught.value.code == "reentrant"
+def test_asking_for_its_own_value_is_refused(fly: Callable[..., Any], key: str) -> None:
+    """It would wait for itself, whether the store of the locks answers or is away."""
+    for outage in (nullcontext(), lose_connection("memory")):
+        with outage, prompt(), pytest.raises(LockUsageError) as caught:
+            fly(
+                key, lambda: single_flight(key, lambda: 1, timeout=60, backend="memory"), timeout=60
+            )
+        assert caught.value.code == "reentrant"
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -775,13 +775,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("how", "named"), WRONG, ids=str)
-def test_wrong_arguments_are_refused(key: str, how: dict[str, Any], named: str) -> None:
+def test_wrong_arguments_are_refused(key: str) -> None:
     """Before the cache is asked, and where a function is decorated."""
-    with pytest.raises(InvalidArgument, match=named):
-        single_flight(key, lambda: 1, **{"timeout": 60, **how})
-    with pytest.raises(InvalidArgument, match=named):
-        single_flight(key, **{"timeout": 60, **how})
+    for how, named in WRONG:
+        for arguments in ([key, lambda: 1], [key]):
+            with pytest.raises(InvalidArgument, match=named):
+                single_flight(*arguments, **{"timeout": 60, **how})
 
 
 def test_body_that_runs_later_is_refused(key: str) -> None:

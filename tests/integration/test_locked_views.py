@@ -233,12 +233,12 @@ def test_view_runs_under_its_lock(view: str, key: str) -> None:
     assert Later(distlock(f"view:{key}").locked).result() is False
 
 
-@pytest.mark.parametrize("method", ["get", "post"])
 @pytest.mark.parametrize("view", ["kept", "async-kept", "kept-class", "async-kept-class"])
-def test_request_is_kept_beside_the_holder(view: str, method: str, key: str) -> None:
+def test_request_is_kept_beside_the_holder(view: str, key: str) -> None:
     """Method and path, for operators: without the query, and beside what the view adds itself."""
-    response = send(method, f"/{view}/{key}/?token=secret")
-    assert response.json() == {"request": f"{method.upper()} /{view}/{key}/", "reason": "test"}
+    for method in ("get", "post"):
+        told = send(method, f"/{view}/{key}/?token=secret").json()
+        assert told == {"request": f"{method.upper()} /{view}/{key}/", "reason": "test"}
 
 
 def test_view_says_itself_what_is_kept_of_its_request(key: str) -> None:
@@ -246,39 +246,35 @@ def test_view_says_itself_what_is_kept_of_its_request(key: str) -> None:
     assert get(f"/quiet/{key}/").json() == {"request": "password reset"}
 
 
-@pytest.mark.parametrize(
-    ("rest", "shown"),
-    [
-        ("a%00b", "a%00b"),
-        ("a%0A%22b%5C", "a%0A%22b%5C"),
-        ("ż🔒", "%C5%BC%F0%9F%94%92"),
-        ("%E2%80%AE", "%E2%80%AE"),
-        ("a%20b", "a%20b"),
-        ("a:b,(c)=@", "a:b,(c)=@"),
-    ],
-    ids=["NUL", "quotes", "beyond ASCII", "right to left", "space", "plain"],
-)
-def test_path_of_any_text_is_kept(rest: str, shown: str, key: str) -> None:
+def test_path_of_any_text_is_kept(key: str) -> None:
     """It is escaped, as in the request, so every store takes it."""
-    assert get(f"/kept/{key}/{rest}/").json()["request"] == f"GET /kept/{key}/{shown}/"
+    for rest, shown in {
+        "a%00b": "a%00b",
+        "a%0A%22b%5C": "a%0A%22b%5C",
+        "ż🔒": "%C5%BC%F0%9F%94%92",
+        "%E2%80%AE": "%E2%80%AE",  # From right to left.
+        "a%20b": "a%20b",
+        "a:b,(c)=@": "a:b,(c)=@",
+    }.items():
+        assert get(f"/kept/{key}/{rest}/").json()["request"] == f"GET /kept/{key}/{shown}/"
 
 
-@pytest.mark.parametrize(("left", "shown"), [(600, 255), (254, 254), (5, 5), (1, 1), (0, None)])
-def test_request_is_cut_to_the_room_that_is_left(left: int, shown: int | None, key: str) -> None:
+def test_request_is_cut_to_the_room_that_is_left(key: str) -> None:
     """A long path is cut, sooner where other metadata are large, and never refuses a request."""
     address = "/" + "p" * 600
     frame = len(json.dumps({"request": "", "note": ""}))
-    size = MAX_METADATA_BYTES - frame - left
-    note = "ż" * (size // 2) + "x" * (size % 2)
+    for left, shown in ((600, 255), (254, 254), (5, 5), (1, 1), (0, None)):
+        size = MAX_METADATA_BYTES - frame - left
+        note = "ż" * (size // 2) + "x" * (size % 2)
+        view = locked_view(key, metadata={"note": note})(lambda request: holders_metadata())
+        told = json.loads(view(RequestFactory().get(address)).content)
+        assert told["note"] == note
+        assert told.get("request") == (None if shown is None else f"GET {address}"[:shown])
 
-    @locked_view(key, metadata={"note": note})
-    def view(request: HttpRequest) -> HttpResponse:
-        lease = there(current_lease())
-        assert lease.holder.metadata["note"] == note
-        return JsonResponse({"request": lease.holder.metadata.get("request")})
 
-    told = json.loads(view(RequestFactory().get(address)).content)["request"]
-    assert told == (None if shown is None else f"GET {address}"[:shown])
+def holders_metadata() -> HttpResponse:
+    """Tell what a lease keeps beside its holder."""
+    return JsonResponse(there(current_lease()).holder.metadata)
 
 
 @pytest.mark.parametrize("view", [*SYNC, *ASYNC])
@@ -293,10 +289,7 @@ def test_conflict_is_answered(view: str, taken: str) -> None:
     assert b"Someone else" in response.content
     assert f"in {response.headers['Retry-After']} second" in response.content.decode()
 
-
-@pytest.mark.parametrize("view", ["plain", "async"])
-def test_programs_are_answered_in_json(view: str, taken: str) -> None:
-    """Who asks for JSON gets it, and learns neither the key nor its holder."""
+    # Programs are answered in JSON, and learn neither the key nor its holder.
     response = get(f"/{view}/{taken}/", accept="application/json")
     assert response.status_code == 409
     answer = response.json()
@@ -305,25 +298,20 @@ def test_programs_are_answered_in_json(view: str, taken: str) -> None:
     assert taken not in response.content.decode()
 
 
-@pytest.mark.parametrize(
-    ("held_for", "expires_in", "again"),
-    [(0.2, 30, 1), (7.5, 30, 8), (90, 3.2, 5), (None, 3.2, 5), (7.5, None, 1)],
-)
-def test_when_to_come_back(held_for: float | None, expires_in: float | None, again: int) -> None:
+def test_when_to_come_back() -> None:
     """As long as the holder has had it, and when its lease ends at the latest; or as is set."""
-    error = LockNotAcquired("", key="k", held_for=held_for, expires_in=expires_in)
-    request = RequestFactory().get("/")
 
-    def answer(**options: Any) -> HttpResponseBase:
-        def refused(*_: Any, **__: Any) -> None:
-            raise error
+    def answer(refused: Exception, **options: Any) -> str:
+        with patch.object(taking, "_take", side_effect=refused):
+            refusal = locked_view("key", **options)(plain)(RequestFactory().get("/"), key="k")
+            return str(refusal.headers["Retry-After"])
 
-        with patch.object(taking, "_take", refused):
-            refusal: HttpResponseBase = locked_view("key", **options)(plain)(request, key="k")
-            return refusal
-
-    assert answer().headers["Retry-After"] == str(again)
-    assert answer(retry_after=2.5).headers["Retry-After"] == "3"
+    for held_for, expires_in, again in (
+        (0.2, 30, "1"), (7.5, 30, "8"), (90, 3.2, "5"), (None, 3.2, "5"), (7.5, None, "1"),
+    ):  # fmt: skip
+        error = LockNotAcquired("", key="k", held_for=held_for, expires_in=expires_in)
+        assert answer(error) == again
+        assert answer(error, retry_after=2.5) == "3"
 
 
 def test_too_many_requests(key: str) -> None:
@@ -443,27 +431,22 @@ def test_what_is_written_is_committed_with_the_view(key: str) -> None:
 
 
 @pytest.mark.usefixtures("atomic_requests")
-@pytest.mark.parametrize("view", ["unwrapped", "marked-above"])
-def test_view_that_wants_no_transaction(view: str, key: str) -> None:
+def test_view_that_wants_no_transaction(key: str) -> None:
     """`non_atomic_requests` goes on to hold on either side, as do other marks of the view."""
-    assert get(f"/{view}/{key}/").content == b"held=True blocks=0"
+    for view in ("unwrapped", "marked-above"):
+        assert get(f"/{view}/{key}/").content == b"held=True blocks=0"
     assert locked_view("{key}")(unwrapped).csrf_exempt  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"on_conflict": "wait"},
-        {"on_unavailable": "wait"},
-        {"status": 418},
-        {"ttl": -1},
-        {"heartbeat": "yes"},
-    ],
-)
-def test_arguments_that_cannot_be(options: dict[str, Any]) -> None:
+def test_arguments_that_cannot_be() -> None:
     """They are refused where the decorator stands, and named."""
-    with pytest.raises(InvalidArgument, match=next(iter(options))):
-        locked_view("key", **options)
+    wrong = {
+        "on_conflict": "wait", "on_unavailable": "wait", "status": 418, "ttl": -1,
+        "heartbeat": "yes",
+    }  # fmt: skip
+    for name, value in wrong.items():
+        with pytest.raises(InvalidArgument, match=name):
+            locked_view("key", **{name: value})
 
 
 def test_mistakes_of_the_project_are_no_mistakes_of_the_client(key: str) -> None:
