@@ -165,22 +165,19 @@ def test_time_of_an_event_is_when_it_happened(key: str) -> None:
     assert (now - row(f"{key}:2").at).total_seconds() > 0.7
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
+def test_odd_facts_are_written_too(key: str) -> None:
+    """What a database would refuse costs no row."""
+    odd: list[dict[str, Any]] = [
         {"cause": ValueError("\0 and \ud800")},
         {"cause": "long " * 10_000},
         {"alias": "a" * 200},
         {"holder": None, "fence": None},
         {"holder": Holder(host="there", metadata={"spoiled": "\0"})},
         {"held_for": None},
-    ],
-    ids=repr,
-)
-def test_odd_facts_are_written_too(key: str, odd: dict[str, Any]) -> None:
-    """What a database would refuse costs no row."""
-    lose(key, **odd)
-    assert row(key).kind == LockEvent.Kind.LOST
+    ]
+    for number, facts in enumerate(odd):
+        lose(f"{key}:{number}", **facts)
+    assert {row(f"{key}:{number}").kind for number in range(len(odd))} == {LockEvent.Kind.LOST}
 
 
 def test_odd_primary_key_costs_no_row(key: str) -> None:
@@ -193,17 +190,16 @@ def test_odd_primary_key_costs_no_row(key: str) -> None:
 
 
 @pytest.mark.parametrize("using", ["default", "sqlite"])
-@pytest.mark.parametrize("fence", [-1, 10**30])
-def test_row_that_is_refused_costs_no_other(key: str, using: str, fence: int) -> None:
+def test_row_that_is_refused_costs_no_other(key: str, using: str) -> None:
     """A record that somebody has spoiled may have a fence that no table takes."""
     writer = event_log._Writer()
     with pytest.MonkeyPatch.context() as before:
         before.setattr(writer, "_start", lambda: None)
-        for number in (1, fence, 2):
+        for number in (1, -1, 2, 10**30, 3):
             writer.put(using, LockEvent(key=key, kind=LockEvent.Kind.LOST, fence=number))
     Later(writer._run).result(PATIENCE)
     rows = LockEvent.objects.using(using).filter(key=key)
-    assert set(rows.values_list("fence", flat=True)) == {1, 2}
+    assert set(rows.values_list("fence", flat=True)) == {1, 2, 3}
     rows.delete()
 
 

@@ -62,9 +62,9 @@ def test_raises_all_of_a_backend(empty: str) -> None:
         assert next_fence("key:0", backend) == 901
 
 
-@pytest.mark.parametrize(
-    ("arguments", "rule"),
-    [
+def test_wrong_arguments_are_named() -> None:
+    """A slip is an error that names the value and the rule."""
+    wrong: list[tuple[list[str], str]] = [
         ([], "one of the arguments KEY --all is required"),
         (["key"], "one of the arguments --to --clock is required"),
         (["key", "--all", "--clock"], "not allowed with argument"),
@@ -77,13 +77,11 @@ def test_raises_all_of_a_backend(empty: str) -> None:
         (["key\0", "--to", "5"], "NUL"),
         (["key", "--to", "5", "--backend", "nowhere"], "'nowhere' is not configured"),
         (["key", "--to", "5", "--backend", "memory"], "in process memory"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: list[str], rule: str) -> None:
-    """A slip is an error that names the value and the rule."""
-    with pytest.raises(CommandError) as caught:
-        raise_fences(*arguments)
-    assert rule in str(caught.value)
+    ]
+    for arguments, rule in wrong:
+        with pytest.raises(CommandError) as caught:
+            raise_fences(*arguments)
+        assert rule in str(caught.value)
 
 
 def test_store_that_does_not_answer_is_status_69() -> None:

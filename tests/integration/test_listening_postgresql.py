@@ -472,29 +472,23 @@ def as_test_case() -> Iterator[None]:
 # What can be configured
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"using": "default", "listen_using": "nowhere"}, "listen_using: .*nowhere"),
-        ({"using": "default", "listen_using": ""}, "listen_using must be a database alias, not ''"),
-        ({"using": "default", "listen_using": 5}, "listen_using must be a database alias, not 5"),
-        (
-            {"using": "default", "listen_using": "sqlite"},
-            "listen_using: 'sqlite' is a sqlite database. Only PostgreSQL has wake-ups",
-        ),
-        (
-            {"using": "sqlite", "listen_using": "default"},
-            "listen_using: 'sqlite' is a sqlite database. Only PostgreSQL has wake-ups",
-        ),
-    ],
-)
-def test_bad_alias_to_listen_on_is_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_alias_to_listen_on_is_refused() -> None:
     """By the alias of the lock backend and the option's name, before anything is asked."""
-    with (
-        locks_on("default", OPTIONS=options) as alias,
-        pytest.raises(InvalidLockBackend, match=rf"DISTLOCK\['{alias}'\]: {message}"),
-    ):
-        DatabaseBackend(backend_config(alias), **options)
+    sqlite = "listen_using: 'sqlite' is a sqlite database. Only PostgreSQL has wake-ups"
+    wrong: list[tuple[str, Any, str]] = [
+        ("default", "nowhere", "listen_using: .*nowhere"),
+        ("default", "", "listen_using must be a database alias, not ''"),
+        ("default", 5, "listen_using must be a database alias, not 5"),
+        ("default", "sqlite", sqlite),
+        ("sqlite", "default", sqlite),
+    ]
+    for using, listen_using, message in wrong:
+        options = {"using": using, "listen_using": listen_using}
+        with (
+            locks_on("default", OPTIONS=options) as alias,
+            pytest.raises(InvalidLockBackend, match=rf"DISTLOCK\['{alias}'\]: {message}"),
+        ):
+            DatabaseBackend(backend_config(alias), **options)
 
 
 def test_where_nobody_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
