@@ -70,7 +70,9 @@ def test_copy_has_the_lease_and_a_sent_one_its_fence(key: str) -> None:
     with distlock(key, backend="memory") as lease:
         row = accounts("default").fenced(lease).get(pk=made.pk)
         assert copy.copy(row)._fenced_by is copy.deepcopy(row)._fenced_by is lease
-        sent = pickle.dumps([row, accounts("default", key).fenced(lease)])
+        rows = accounts("default", key).fenced(lease)
+        assert copy.deepcopy(rows)._by is lease
+        sent = pickle.dumps([row, rows])
     assert lease.token.encode() not in sent
     row, rows = pickle.loads(sent)
     assert row._fenced_by == rows._by == Fence(key, lease.fence)

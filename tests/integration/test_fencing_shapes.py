@@ -19,6 +19,9 @@ from tests.shop.models import Account, Deep, Named, Savings, SubVault
 from .databases import ask
 from .fenced_rows import NEW, OLD, account, accounts, raised_elsewhere, stored
 
+#: For what is decided before any database is asked.
+ON_SQLITE = pytest.mark.parametrize("using", ["sqlite"], indirect=True)
+
 
 def test_value_in_the_table_of_a_parent(using: str) -> None:
     """Fence and value are written together, or not at all."""
@@ -104,12 +107,14 @@ def test_row_in_two_tables_that_was_deleted(using: str, key: str, model: Any) ->
     assert not Account.objects.using(using).exists()
 
 
+@ON_SQLITE
 def test_delete_of_what_was_never_saved(using: str) -> None:
     """It is refused as in Django."""
     with pytest.raises(ValueError, match="can't be deleted"):
         Account().delete(using=using, lease=OLD)
 
 
+@ON_SQLITE
 def test_row_that_others_have_locked_is_waited_for(using: str, key: str) -> None:
     """Django's ways not to wait are refused, as is a union() with a fenced queryset."""
     made = account(using, key)
@@ -131,6 +136,7 @@ def test_condition_over_a_window(using: str, key: str) -> None:
     assert [row.name for row in rows.filter(n=2).fenced(NEW)] == [f"{key}-1"]
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("model", [Account, Savings])
 def test_condition_on_the_fence(using: str, key: str, model: Any) -> None:
     """Behind the mark no row would meet it: no read gives nothing, nor a deletion."""
@@ -146,6 +152,7 @@ def test_condition_on_the_fence(using: str, key: str, model: Any) -> None:
     assert rows.filter(fence=0).fenced(NEW).update(value=2) == 1
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("model", [Account, Savings])
 def test_subquery_or_slice_by_the_fence(using: str, key: str, model: Any) -> None:
     """Behind the mark other rows would be given, or none. Without a choice any order is good."""
@@ -168,6 +175,7 @@ def test_subquery_or_slice_by_the_fence(using: str, key: str, model: Any) -> Non
     assert ordered.fenced(NEW).filter(pk=rows[0].pk).first() == rows[0]
 
 
+@ON_SQLITE
 def test_unique_column_beside_another(using: str, key: str) -> None:
     """An expression is no value that one row alone can have."""
     first, second = account(using, f"{key}-1"), account(using, f"{key}-2")
@@ -192,6 +200,7 @@ def test_row_that_is_overtaken_while_it_is_read(
     assert caught.value.current == 9
 
 
+@ON_SQLITE
 def test_unfenced_save_of_a_row_without_its_fence(using: str, key: str) -> None:
     """What was not loaded is not made up."""
     made = account(using, key, fence=6)

@@ -264,9 +264,9 @@ def test_store_that_does_not_answer_is_an_error(key: str) -> None:
     assert caught.value.returncode == 69
 
 
-@pytest.mark.parametrize(
-    ("attributes", "rule"),
-    [
+def test_wrong_attribute_is_named() -> None:
+    """A slip is an error that names the value and the rule."""
+    wrong: list[tuple[dict[str, Any], str]] = [
         (
             {"lock_key": "report:{month}"},
             "'month', which is not an option of this command: declare it in",
@@ -275,13 +275,11 @@ def test_store_that_does_not_answer_is_an_error(key: str) -> None:
         ({"lock_ttl": 0}, "at least 0.1"),
         ({"lock_backend": "nowhere"}, "'nowhere' is not configured"),
         ({"on_conflict": "wait"}, '"skip", "raise" or "run", not \'wait\''),
-    ],
-)
-def test_wrong_attribute_is_named(attributes: dict[str, Any], rule: str) -> None:
-    """A slip is an error that names the value and the rule."""
-    with pytest.raises(CommandError) as caught:
-        run(command("report", **attributes))
-    assert rule in str(caught.value)
+    ]
+    for attributes, rule in wrong:
+        with pytest.raises(CommandError) as caught:
+            run(command("report", **attributes))
+        assert rule in str(caught.value)
     for wait in ("-1", "long", "nan"):
         with pytest.raises(CommandError, match="lock-wait"):
             call_command(command("report"), "--lock-wait", wait)

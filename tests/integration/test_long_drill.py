@@ -107,18 +107,15 @@ def test_interrupted_long_drill_leaves_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
+def test_arguments_that_cannot_be() -> None:
+    """They are refused before a process starts."""
+    for arguments, why in (
         (["--minutes=0"], "from 0.1 to 480"),
         (["--minutes=soon"], "'soon' is not a number of minutes"),
         (["--seed=1"], "--seed requires --minutes"),
         (["--minutes=1", "--backend=memory"], "in process memory"),
-    ],
-)
-def test_arguments_that_cannot_be(arguments: list[str], why: str) -> None:
-    """They are refused before a process starts."""
-    answer = run("distlock_drill", *arguments)
-    assert answer.status
-    assert answer.out == ""
-    assert why in answer.err
+    ):
+        answer = run("distlock_drill", *arguments)
+        assert answer.status
+        assert answer.out == ""
+        assert why in answer.err
