@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from django.core.exceptions import FieldDoesNotExist, FieldError
 from django.db import models
@@ -150,17 +152,13 @@ def test_deleted_model_comes_back_with_its_trigger(empty: str) -> None:
 
 def test_fence_does_not_change_under_its_trigger(empty: str, subtests: pytest.Subtests) -> None:
     """What some databases refuse and others notice too late is refused before anything is done."""
-    changes = {
+    altered = partial(operations.AlterField, "payment", "fence")
+    changes: dict[str, Operation] = {
         "RenameField": operations.RenameField("payment", "fence", "seal"),
         "RemoveField": operations.RemoveField("payment", "fence"),
-        **{
-            f"AlterField, {what}": operations.AlterField("payment", "fence", field)
-            for what, field in {
-                "column": models.BigIntegerField(db_column="seal"),
-                "null": models.BigIntegerField(null=True),
-                "text": models.CharField(max_length=20),
-            }.items()
-        },
+        "AlterField": altered(models.BigIntegerField(db_column="seal")),
+        "AlterField, null": altered(models.BigIntegerField(null=True)),
+        "AlterField, text": altered(models.CharField(max_length=20)),
     }
     for name, change in changes.items():
         with subtests.test(name):

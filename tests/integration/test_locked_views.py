@@ -440,7 +440,7 @@ def test_view_that_wants_no_transaction(key: str) -> None:
 
 def test_arguments_that_cannot_be() -> None:
     """They are refused where the decorator stands, and named."""
-    wrong = {
+    wrong: dict[str, Any] = {
         "on_conflict": "wait", "on_unavailable": "wait", "status": 418, "ttl": -1,
         "heartbeat": "yes",
     }  # fmt: skip
