@@ -266,13 +266,13 @@ def test_request_is_cut_to_the_room_that_is_left(key: str) -> None:
     for left, shown in ((600, 255), (254, 254), (5, 5), (1, 1), (0, None)):
         size = MAX_METADATA_BYTES - frame - left
         note = "ż" * (size // 2) + "x" * (size % 2)
-        view = locked_view(key, metadata={"note": note})(lambda request: holders_metadata())
+        view = locked_view(key, metadata={"note": note})(holders_metadata)
         told = json.loads(view(RequestFactory().get(address)).content)
         assert told["note"] == note
         assert told.get("request") == (None if shown is None else f"GET {address}"[:shown])
 
 
-def holders_metadata() -> HttpResponse:
+def holders_metadata(request: HttpRequest) -> HttpResponse:
     """Tell what a lease keeps beside its holder."""
     return JsonResponse(there(current_lease()).holder.metadata)
 
