@@ -843,7 +843,7 @@ MUTANTS = (
         "a refused task keeps its unique key", "postgres", "django_distlock/contrib/celery/runs.py",
         old=r"if self\._queued is not None and is_over", new="if False",
         test="tests/celery/test_traps_queueing.py::test_refused_unique_task_frees_its_key",
-        case="default-unique_and_locked_skip",
+        case="default",
     ),
     Mutant(
         "a canvas waits for a task that was never sent",

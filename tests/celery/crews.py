@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from celery import Celery
@@ -43,6 +43,10 @@ class Crew:
     def claim(self) -> str:
         """The key of a unique task that is queued or running."""
         return own_key(f"unique:{self.key}")
+
+    def beside(self, suffix: str) -> Crew:
+        """Return the same with another key, and the stage of that."""
+        return replace(self, stage=self.stage.of(f"{self.key}-{suffix}"))
 
     def send(self, name: str, *steps: str, **options: Any) -> AsyncResult[Any]:
         """Send a task of the store; what it shall do, and options of `apply_async`."""

@@ -86,8 +86,13 @@ def test_each_tick_runs_once_whoever_is_killed(tmp_path: Path, key: str, store: 
 
 
 @both
-def test_paused_leader_sends_nothing_twice(tmp_path: Path, key: str, store: str) -> None:
-    """It stands still between its decision and the message; the other one sends; it goes on."""
+def test_leader_that_stops_or_dies_sends_nothing_twice(
+    tmp_path: Path, key: str, store: str
+) -> None:
+    """It stands still between its decision and the message; the other one sends; it goes on.
+
+    Then the other one dies between its mark and the message, which is lost.
+    """
     site = Site(tmp_path, key, store, every=4, ttl=1)
     with site.worker(), two_beats(site, INTERRUPTED) as (leads, follows):
         site.wait_for_ticks(1)
@@ -101,16 +106,15 @@ def test_paused_leader_sends_nothing_twice(tmp_path: Path, key: str, store: str)
         site.wait_for_ticks(count + 3)
         assert in_a_row(site.ticks()), site.ticks()
         assert site.leader() == follows.pid
-
-
-@both
-def test_clean_end_hands_over_at_once(tmp_path: Path, key: str, store: str) -> None:
-    """The successor does not wait for the end of a lease that was given up."""
-    site = Site(tmp_path, key, store, every=60, ttl=40)
-    with two_beats(site) as (leads, _follows):
-        leads.signal(signal.SIGTERM)
-        assert another_leads(site, leads.pid, 20) < 20
-        leads.popen.wait(20)
+        # At most once: the successor takes what is marked for sent, and goes on behind it.
+        site.tell("die before sending")
+        eventually(lambda: follows.has_ended, "the leader dies")
+        count = len(site.ran())
+        site.wait_for_ticks(count + 2)
+        ticks = site.ticks()
+        assert not (len(set(ticks)) < len(ticks) and ticks), "ticks were run twice"
+        lost = set(range(ticks[0], ticks[-1] + 1)) - set(ticks)
+        assert lost == {ticks[count - 1] + 1}
 
 
 def test_tick_of_the_gap_is_sent_by_who_began_behind_it(tmp_path: Path, key: str) -> None:
@@ -130,21 +134,6 @@ def test_tick_of_the_gap_is_sent_by_who_began_behind_it(tmp_path: Path, key: str
             second.signal(signal.SIGCONT)
             site.wait_for_ticks(count + 1)
             assert in_a_row(site.ticks()), site.ticks()
-
-
-def test_death_between_mark_and_message_loses_a_tick(tmp_path: Path, key: str) -> None:
-    """At most once: the successor takes what is marked for sent, and goes on behind it."""
-    site = Site(tmp_path, key, "redis", every=3, ttl=1)
-    with site.worker(), two_beats(site, INTERRUPTED) as (leads, _follows):
-        site.wait_for_ticks(1)
-        site.tell("die before sending")
-        eventually(lambda: leads.has_ended, "the leader dies")
-        count = len(site.ran())
-        site.wait_for_ticks(count + 2)
-        ticks = site.ticks()
-        assert not (len(set(ticks)) < len(ticks) and ticks), "ticks were run twice"
-        lost = set(range(ticks[0], ticks[-1] + 1)) - set(ticks)
-        assert lost == {ticks[count - 1] + 1}
 
 
 def test_store_that_is_away_stops_the_schedule(tmp_path: Path, key: str) -> None:
@@ -197,9 +186,10 @@ def test_leader_whose_clock_was_ahead_leaves_no_silence(
     assert in_a_row(sent), sent
 
 
-def test_worker_has_a_beat(tmp_path: Path, key: str) -> None:
-    """`celery worker -B` leads, and its end lets the next one lead at once."""
-    site = Site(tmp_path, key, "postgres", every=2, ttl=30)
+@both
+def test_clean_end_hands_over_at_once(tmp_path: Path, key: str, store: str) -> None:
+    """Of `celery worker -B` and of `celery beat`: the next one does not wait for a lease's end."""
+    site = Site(tmp_path, key, store, every=2, ttl=40)
     arguments = ("-B", "--scheduler", OURS, "-s", str(tmp_path / "schedule"))
     with site.worker(*arguments) as worker, site.worker():
         site.wait_for_ticks(2)
@@ -209,6 +199,10 @@ def test_worker_has_a_beat(tmp_path: Path, key: str) -> None:
             worker.end()
             eventually(lambda: site.leader() == follows.pid, "the other one leads", 20)
             site.wait_for_ticks(len(site.ran()) + 1)
+            with site.beat() as last:
+                last.says("Beat stands by")
+                follows.end()
+                eventually(lambda: site.leader() == last.pid, "the last one leads", 20)
     assert in_a_row(site.ticks()), site.ticks()
 
 

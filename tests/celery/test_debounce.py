@@ -59,7 +59,12 @@ def all_ended(crew: Crew, *results: AsyncResult[Any]) -> None:
     crew.becomes_free(own_key(f"runs:{crew.key}"))
 
 
-@pytest.mark.parametrize("name", ["last", "last_late", "last_and_locked"])
+#: Each kind on one store, and on the other one in the test behind.
+KINDS = [("default", "last"), ("redis", "last_late"), ("default", "last_and_locked")]
+OTHERS = [("redis", "last"), ("default", "last_late"), ("redis", "last_and_locked")]
+
+
+@pytest.mark.parametrize(("store", "name"), KINDS)
 def test_last_of_many_calls_runs_once(prefork: Crew, name: str) -> None:
     """With its arguments, when nobody has called for so long; the others say why they did not."""
     results = []
@@ -81,7 +86,7 @@ def test_last_of_many_calls_runs_once(prefork: Crew, name: str) -> None:
     assert said(prefork) == ["7", "again"]
 
 
-@pytest.mark.parametrize("name", ["last", "last_late", "last_and_locked"])
+@pytest.mark.parametrize(("store", "name"), OTHERS)
 def test_call_amid_a_run_is_run_behind_it(prefork: Crew, name: str) -> None:
     """Once, with the last one's arguments, although its time comes while the first one runs."""
     first = say(prefork, "first", "wait go", name=name)
@@ -130,8 +135,15 @@ def test_call_that_waits_in_its_worker_gives_way(prefork: Crew) -> None:
     assert gave_way(first)
 
 
-@pytest.mark.parametrize("is_begun", [True, False], ids=["amid the body", "before it begins"])
-@pytest.mark.parametrize("is_called", [True, False], ids=["called again", "not called again"])
+@pytest.mark.parametrize(
+    ("store", "is_begun", "is_called"),
+    [
+        pytest.param("default", True, True, id="amid the body, called again"),
+        pytest.param("redis", True, False, id="amid the body"),
+        pytest.param("redis", False, True, id="before it begins, called again"),
+        pytest.param("default", False, False, id="before it begins"),
+    ],
+)
 def test_killed_run_is_not_lost(prefork: Crew, *, is_begun: bool, is_called: bool) -> None:
     """It comes again, or leaves what there is to do to a later call."""
     if not is_begun:
@@ -188,7 +200,7 @@ def call_and_die(settings: dict[str, Any], store: str, key: str, queue: str, whe
     app.tasks[f"{store}.last"].apply_async((key, ["tell say dead"]), queue=queue)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("store", "when"), [("default", "before"), ("redis", "after")])
 def test_caller_that_dies_loses_no_call(prefork: Crew, broker: Broker, when: str) -> None:
     """Not of others, whose call its own would have replaced, and not its own message."""
     before = say(prefork, "before")
@@ -301,22 +313,21 @@ def test_arguments_travel_with_the_message(prefork: Crew) -> None:
     assert said(prefork) == ["last"]
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [("last_pickled", {}), ("last", {"serializer": "pickle"})]
-)
-def test_arguments_may_be_pickled(hire: Hire, name: str, how: Any) -> None:
+def test_arguments_may_be_pickled(hire: Hire) -> None:
     """Also where a call meets a run, and goes back to the queue."""
     settings = {"accept_content": ["json", "pickle"]}
     # Celery wants to be asked twice; nobody else sends to this broker.
     environment = {"C_FORCE_ROOT": "1"}
-    with hire(slots=2, settings=settings, environment=environment) as crew:
-        first = say(crew, "first", "wait go", name=name)
-        crew.begun()
-        last = crew.task(name).apply_async((crew.key, {"tell say last"}), **crew.to(**how))
-        crew.until(lambda: bool(crew.stage.told("refused")), "it has met the run")
-        crew.stage.open("go")
-        all_ended(crew, first, last)
-        assert said(crew) == ["first", "last"]
+    with hire(slots=2, settings=settings, environment=environment) as hired:
+        for name, how in (("last_pickled", {}), ("last", {"serializer": "pickle"})):
+            crew = hired.beside(name)
+            first = say(crew, "first", "wait go", name=name)
+            crew.begun()
+            last = crew.task(name).apply_async((crew.key, {"tell say last"}), **crew.to(**how))
+            crew.until(lambda crew=crew: bool(crew.stage.told("refused")), "it has met the run")
+            crew.stage.open("go")
+            all_ended(crew, first, last)
+            assert said(crew) == ["first", "last"]
 
 
 def test_revoked_last_call_leaves_nothing(prefork: Crew) -> None:

@@ -210,7 +210,7 @@ def test_killed_processes_lose_no_task_and_overlap_in_none(
             assert free, made.taken_keys()
 
 
-@pytest.mark.parametrize("name", ["started_short", "last_short"])
+@pytest.mark.parametrize(("store", "name"), [("default", "started_short"), ("redis", "last_short")])
 def test_killed_processes_hide_no_change(
     home: Path, impatient: Broker, key: str, store: str, name: str
 ) -> None:

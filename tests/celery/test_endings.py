@@ -31,62 +31,54 @@ def test_success(prefork: Crew) -> None:
     prefork.becomes_free()
 
 
-@pytest.mark.parametrize(
-    ("steps", "state"), [([], "SUCCESS"), (["raise oops"], "FAILURE")], ids=["success", "exception"]
-)
 @pytest.mark.parametrize("pool", ["threads", "gevent"])
 def test_endings_in_threads_and_greenlets(
-    fleet: Fleet, crew_of: Callable[..., Crew], pool: str, steps: list[str], state: str
+    fleet: Fleet, crew_of: Callable[..., Crew], pool: str
 ) -> None:
     """The same where tasks share a process: each ends with its own key, and no other."""
     crew = crew_of(fleet.worker(pool))
-    other = crew.stage.of(f"{crew.key}:other")
-    result = crew.send("early", "wait go", *steps)
-    beside = crew.task("early").apply_async((other.key, ["wait go"]), **crew.to())
-    assert crew.begun()["lease"] == crew.key
-    crew.until(lambda: bool(other.told("began")), "both run")
-    began = (*crew.stage.told("began"), *other.told("began"))
+    crews = [crew.beside(each) for each in ("fails", "succeeds", "stays")]
+    results = [
+        each.send("early", "wait go", *steps)
+        for each, steps in zip(crews, (["raise oops"], [], []), strict=True)
+    ]
+    began = [each.begun() for each in crews]
+    assert [each["lease"] for each in began] == [each.key for each in crews]
     assert {each["pid"] for each in began} == {crew.worker.pid}
-    assert crew.is_taken()
-    crew.stage.open("go")
-    assert crew.outcome(result) == state
-    crew.becomes_free()
-    assert crew.is_taken(other.key)
-    other.open("go")
-    assert crew.outcome(beside) == "SUCCESS"
-    crew.becomes_free(other.key)
+    for number, state in enumerate(("FAILURE", "SUCCESS", "SUCCESS")):
+        assert all(each.is_taken() for each in crews[number:])
+        crews[number].stage.open("go")
+        assert crew.outcome(results[number]) == state
+        crews[number].becomes_free()
 
 
-@pytest.mark.parametrize(
-    ("ending", "told"),
-    [
-        ("raise oops", "ValueError"),
-        ("retry 300", "Retry"),
-        ("ignore", "Ignore"),
-        ("reject", "Reject"),
-    ],
-)
-def test_c3_exceptions_of_any_kind(prefork: Crew, ending: str, told: str) -> None:
+def test_c3_exceptions_of_any_kind(prefork: Crew) -> None:
     """The key is free behind the body, whether or not Celery takes it for the end of the task."""
-    result = prefork.send("early", "wait go", ending)
-    prefork.begun()
-    assert prefork.is_taken()
-    prefork.stage.open("go")
-    prefork.until(lambda: bool(prefork.stage.told("failed")), "the body has ended")
-    prefork.becomes_free()
-    assert prefork.stage.told("failed")[0]["error"] == told
-    result.revoke()
+    endings = {"raise oops": "ValueError", "retry 300": "Retry", "ignore": "Ignore"}
+    endings["reject"] = "Reject"
+    crews = {ending: prefork.beside(ending.partition(" ")[0]) for ending in endings}
+    results = [crew.send("early", "wait go", ending) for ending, crew in crews.items()]
+    for ending, crew in crews.items():
+        crew.begun()
+        assert crew.is_taken()
+        crew.stage.open("go")
+        crew.until(lambda crew=crew: bool(crew.stage.told("failed")), "the body has ended")
+        crew.becomes_free()
+        assert crew.stage.told("failed")[0]["error"] == endings[ending]
+    for each in results:
+        each.revoke()
 
 
-@pytest.mark.parametrize("name", ["early", "late"])
-def test_retry(prefork: Crew, name: str) -> None:
+def test_retry(prefork: Crew) -> None:
     """The next attempt has the key by a grant of its own: it was free in between."""
-    result = prefork.send(name, "retry 1")
-    assert prefork.outcome(result) == "SUCCESS"
-    first, second = prefork.stage.told("began")
-    assert (first["retries"], second["retries"]) == (0, 1)
-    assert second["fence"] > first["fence"]
-    prefork.becomes_free()
+    crews = {name: prefork.beside(name) for name in ("early", "late")}
+    results = [crew.send(name, "retry 1") for name, crew in crews.items()]
+    assert [prefork.outcome(each) for each in results] == ["SUCCESS"] * 2
+    for crew in crews.values():
+        first, second = crew.stage.told("began")
+        assert (first["retries"], second["retries"]) == (0, 1)
+        assert second["fence"] > first["fence"]
+        crew.becomes_free()
 
 
 def test_reject_that_queues_again(prefork: Crew) -> None:
@@ -98,22 +90,19 @@ def test_reject_that_queues_again(prefork: Crew) -> None:
 
 
 def test_soft_time_limit(prefork: Crew) -> None:
-    """A body that lets it end its work gives the key back then."""
+    """A body that lets it end its work gives the key back then; one that needs time keeps it."""
+    slow = prefork.beside("slow")
     result = prefork.send("early", "wait never", soft_time_limit=1)
+    ending = slow.send("early", "clean_up go", soft_time_limit=1)
     prefork.begun()
     assert prefork.is_taken()
     assert prefork.outcome(result) == "FAILURE"
     assert isinstance(result.result, SoftTimeLimitExceeded)
     prefork.becomes_free()
-
-
-def test_soft_time_limit_with_work_left(prefork: Crew) -> None:
-    """A body that needs time to end keeps its key meanwhile."""
-    result = prefork.send("early", "clean_up go", soft_time_limit=1)
-    prefork.until(lambda: bool(prefork.stage.told("limited")), "the limit")
-    assert prefork.stays_taken(1)
-    prefork.let_go(result)
-    prefork.becomes_free()
+    slow.until(lambda: bool(slow.stage.told("limited")), "the limit")
+    assert slow.stays_taken(1)
+    slow.let_go(ending)
+    slow.becomes_free()
 
 
 def test_soft_time_limit_by_an_operator(prefork: Crew) -> None:
@@ -142,15 +131,18 @@ def test_revoked_before_its_start(prefork: Crew) -> None:
     assert not prefork.stage.told("began")
 
 
-@pytest.mark.parametrize("name", ["hold", "min_hold"])
-def test_hold(prefork: Crew, name: str) -> None:
+def test_hold(prefork: Crew) -> None:
     """The key is free when the ttl, or `min_hold`, has passed since the grant, and not before."""
-    result = prefork.send(name, "wait go")
-    prefork.begun()
-    granted_at = prefork.record().acquired_at
-    prefork.let_go(result)
-    prefork.becomes_free()
-    assert datetime.now(UTC) - granted_at >= timedelta(seconds=SHORT)
+    crews = {name: prefork.beside(name) for name in ("hold", "min_hold")}
+    results = {name: crew.send(name, "wait go") for name, crew in crews.items()}
+    granted_at = {}
+    for name, crew in crews.items():
+        crew.begun()
+        granted_at[name] = crew.record().acquired_at
+        crew.let_go(results[name])
+    for name, crew in crews.items():
+        crew.becomes_free()
+        assert datetime.now(UTC) - granted_at[name] >= timedelta(seconds=SHORT)
 
 
 def test_c15_warm_shutdown_waits_under_the_lock(hire: Hire) -> None:
@@ -168,7 +160,9 @@ def test_c15_warm_shutdown_waits_under_the_lock(hire: Hire) -> None:
         crew.becomes_free()
 
 
-@pytest.mark.parametrize("patience", [0, 5], ids=["cold", "soft"])
+@pytest.mark.parametrize(
+    ("store", "patience"), [("default", 0), ("redis", 5)], ids=["default-cold", "redis-soft"]
+)
 def test_c15_shutdown_that_waits_for_nobody(
     home: Path, broker: Broker, hire: Hire, patience: int
 ) -> None:

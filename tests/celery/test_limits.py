@@ -58,15 +58,20 @@ def test_narrower_limit_holds_among_tasks(prefork: Crew) -> None:
     assert not prefork.stage.told("overlapped")
 
 
-@pytest.mark.parametrize("name", ["limited", "limited_late"])
-def test_killed_child_gives_all_of_its_limits_back(prefork: Crew, name: str) -> None:
+def test_killed_child_gives_all_of_its_limits_back(prefork: Crew) -> None:
     """Long before their time: the parent sees its death. The task comes again if it is to."""
-    result = prefork.send(name, "die", "tell survived")
-    assert prefork.outcome(result) == ("SUCCESS" if name == "limited_late" else "FAILURE")
-    assert len(prefork.stage.told("survived")) == (name == "limited_late")
-    assert not prefork.stage.told("overlapped")
-    prefork.becomes_free()
-    prefork.becomes_free(f"{prefork.key}:shared")
+    late = prefork.beside("late")
+    results = [
+        crew.send(name, "die", "tell survived")
+        for crew, name in ((prefork, "limited"), (late, "limited_late"))
+    ]
+    assert [prefork.outcome(each) for each in results] == ["FAILURE", "SUCCESS"]
+    assert not prefork.stage.told("survived")
+    assert len(late.stage.told("survived")) == 1
+    for crew in (prefork, late):
+        assert not crew.stage.told("overlapped")
+        crew.becomes_free()
+        crew.becomes_free(f"{crew.key}:shared")
 
 
 def test_full_backlog_raises(prefork: Crew) -> None:

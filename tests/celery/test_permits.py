@@ -5,35 +5,25 @@ from __future__ import annotations
 import os
 import signal
 
-import pytest
-
-from tests.contract.locking import eventually
-
-from .crews import Hire
-
-both_stores = pytest.mark.parametrize("store", ["default", "redis"])
+from .crews import Crew
 
 
-@both_stores
-def test_no_more_than_the_permits_run(hire: Hire) -> None:
+def test_no_more_than_the_permits_run(prefork: Crew) -> None:
     """What finds all permits taken goes back to the queue, and runs behind one of them."""
-    with hire(slots=3) as crew:
-        results = [crew.send("permit", "wait go") for _ in range(3)]
-        crew.begun(2)
-        assert not eventually(lambda: len(crew.stage.told("began")) > 2, 2.0)
-        crew.let_go(*results)
-        assert len(crew.stage.told("began")) == 3
-        crew.becomes_free()
+    results = [prefork.send("permit", "wait go") for _ in range(3)]
+    prefork.begun(2)
+    prefork.until(lambda: len(prefork.stage.told("refused")) >= 4, "four attempts")
+    assert len(prefork.stage.told("began")) == 2
+    prefork.let_go(*results)
+    assert len(prefork.stage.told("began")) == 3
+    prefork.becomes_free()
 
 
-@both_stores
-def test_permit_of_a_killed_child_comes_back(hire: Hire) -> None:
+def test_permit_of_a_killed_child_comes_back(prefork: Crew) -> None:
     """Behind its ttl; and its task, which is delivered again, takes one of the permits."""
-    with hire(slots=3) as crew:
-        results = [crew.send("permit_late", "wait go") for _ in range(2)]
-        child = crew.begun(2)["pid"]
-        os.kill(child, signal.SIGKILL)
-        results.append(crew.send("permit_late", "wait go"))
-        crew.begun(3)
-        crew.let_go(*results)
-        crew.becomes_free()
+    results = [prefork.send("permit_late", "wait go") for _ in range(2)]
+    os.kill(prefork.begun(2)["pid"], signal.SIGKILL)
+    results.append(prefork.send("permit_late", "wait go"))
+    prefork.begun(3)
+    prefork.let_go(*results)
+    prefork.becomes_free()

@@ -99,13 +99,23 @@ def test_c6_killed_child_loses_no_task(prefork: Crew) -> None:
 
 
 def test_c6_killed_worker_loses_no_task(rabbitmq: Broker, hire: Hire) -> None:
-    """Where nobody is left to end the lease, the next worker waits for its end, or sees it."""
-    with hire(rabbitmq) as crew:
+    """Where nobody is left to end a lease, the next worker waits for its end, or sees it.
+
+    A lease whose task comes no more ends by itself, and no sooner.
+    """
+    with hire(rabbitmq, slots=2) as crew:
+        other = crew.beside("other")
         result = crew.send("late_short", "wait go")
+        other.send("short", "wait go")
         crew.begun()
+        other.begun()
         with hire(rabbitmq, queue=crew.worker.queue):
             assert crew.is_taken()
+            # It may be renewed once more.
+            expires_at = other.record().expires_at
             crew.worker.kill()
+            other.becomes_free()
+            assert datetime.now(UTC) >= there(expires_at)
             crew.begun(2)
             assert crew.is_taken()
             crew.let_go(result)
@@ -113,15 +123,3 @@ def test_c6_killed_worker_loses_no_task(rabbitmq: Broker, hire: Hire) -> None:
             assert len(crew.stage.told("began")) == 2
             assert not crew.stage.told("overlapped")
             crew.becomes_free()
-
-
-def test_killed_worker_leaves_the_key_for_the_rest_of_the_lease(hire: Hire) -> None:
-    """Without anybody to end it, a lease ends by itself, and no sooner."""
-    with hire() as crew:
-        crew.send("short", "wait go")
-        crew.begun()
-        # It may be renewed once more.
-        expires_at = crew.record().expires_at
-        crew.worker.kill()
-        crew.becomes_free()
-        assert datetime.now(UTC) >= there(expires_at)

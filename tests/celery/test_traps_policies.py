@@ -41,61 +41,41 @@ def marker(crew: Crew, value: Any) -> bool:
     )
 
 
-def test_c1_chord_goes_on_behind_a_skipped_task(prefork: Crew) -> None:
-    """Its body gets the marker in place of a result, which names the holder."""
+def test_c1_canvas_goes_on_behind_a_skipped_task(prefork: Crew) -> None:
+    """What follows gets the marker in place of a result, which names the holder."""
     other = f"{prefork.key}:other"
+    end = prefork.task("collect").s(prefork.key).set(**prefork.to())
+    header = [prefork.signature("early"), prefork.task("early").si(other).set(**prefork.to())]
     with held_elsewhere(lock_of(prefork)):
-        header = [prefork.signature("early"), prefork.task("early").si(other).set(**prefork.to())]
-        end = prefork.task("collect").s(prefork.key).set(**prefork.to())
-        result = chord(header, app=prefork.app)(end)
-        assert prefork.outcome(result) == "SUCCESS"
-    skipped, ran = result.result
+        of_chord = chord(header, app=prefork.app)(end.clone())
+        of_chain = chain(prefork.signature("early"), end, app=prefork.app).apply_async()
+        assert [prefork.outcome(each) for each in (of_chord, of_chain)] == ["SUCCESS"] * 2
+    skipped, ran = of_chord.result
     assert marker(prefork, skipped)
+    assert marker(prefork, of_chain.result)
     assert isinstance(skipped["holder"]["pid"], int)
     assert ran["lease"] == other
     assert not prefork.stage.told("began")
 
 
-def test_c1_chain_goes_on_behind_a_skipped_task(prefork: Crew) -> None:
-    """The next link gets the marker."""
+def test_c1_c17_chord_of_one_key_waits_for_tasks_that_are_queued_again(prefork: Crew) -> None:
+    """A conflict that is not the end of a task is not the end of its part; the body waits, too."""
     with held_elsewhere(lock_of(prefork)):
-        links = chain(
-            prefork.signature("early"),
-            prefork.task("collect").s(prefork.key).set(**prefork.to()),
-            app=prefork.app,
-        )
-        result = links.apply_async()
-        assert prefork.outcome(result) == "SUCCESS"
-    assert marker(prefork, result.result)
-
-
-def test_c1_chord_waits_for_a_task_that_is_queued_again(prefork: Crew) -> None:
-    """A conflict that is not the end of a task is not the end of its part in a chord."""
-    with held_elsewhere(lock_of(prefork)):
-        header = [prefork.signature("retry"), prefork.signature("late")]
-        end = prefork.task("collect").s(prefork.key).set(**prefork.to())
-        result = chord(header, app=prefork.app)(end)
+        header = [prefork.signature(name, "sleep 0.2") for name in ("retry", "late")]
+        result = chord(header, app=prefork.app)(prefork.signature("late", "tell body"))
         prefork.until(lambda: len(prefork.stage.told("refused")) >= 4, "several attempts")
-        assert not prefork.stage.told("collected")
+        assert not prefork.stage.told("began")
     assert prefork.outcome(result) == "SUCCESS"
-    assert [each["lease"] for each in result.result] == [prefork.key] * 2
-    assert len(prefork.stage.told("ended")) == 2
+    assert [each["lease"] for each in prefork.stage.told("ended")] == [prefork.key] * 3
+    assert [each["event"] for each in prefork.stage.told("ended", "body")][2:] == ["body", "ended"]
     assert not prefork.stage.told("overlapped")
 
 
-def test_c2_waiting_in_the_queue_burns_no_retries(prefork: Crew) -> None:
-    """A task without any retries is queued again and again, keeps its id, and runs."""
-    with held_elsewhere(lock_of(prefork)):
-        result = prefork.send("retry")
-        prefork.until(lambda: len(prefork.stage.told("refused")) >= 5, "five attempts")
-    assert prefork.outcome(result) == "SUCCESS"
-    assert result.result["task_id"] == result.id
-    assert result.result["retries"] == 0
-    assert len(prefork.stage.told("began")) == 1
-
-
 def test_c2_waiting_in_the_queue_is_seen(prefork: Crew) -> None:
-    """However often a task goes round, it is one who retries, until it runs or has ended."""
+    """However often a task goes round, it is one who retries, until it runs or has ended.
+
+    It keeps its id, and burns no retries; behind `max_wait`, it fails with what it met.
+    """
     store = lock_backends[prefork.store]
 
     def waits() -> Waits:
@@ -111,6 +91,7 @@ def test_c2_waiting_in_the_queue_is_seen(prefork: Crew) -> None:
         assert waits().waiting == 1
         store.waiters.drop(prefork.key, note)
         assert prefork.outcome(ending) == "FAILURE"
+        assert isinstance(ending.result, LockNotAcquired)
         prefork.until(lambda: waits() == Waits(0, 2), "who gave up is gone")
         counted, before = set(), len(prefork.stage.told("refused"))
 
@@ -127,16 +108,9 @@ def test_c2_waiting_in_the_queue_is_seen(prefork: Crew) -> None:
     assert waits().retrying <= 1
     prefork.let_go(*results)
     assert waits() == Waits()
-
-
-def test_c2_waiting_in_the_queue_ends(prefork: Crew) -> None:
-    """Behind `max_wait`, the task fails with what it met."""
-    with held_elsewhere(lock_of(prefork)):
-        result = prefork.send("retry_for_a_second")
-        assert prefork.outcome(result) == "FAILURE"
-    assert isinstance(result.result, LockNotAcquired)
-    assert len(prefork.stage.told("refused")) > 1
-    assert not prefork.stage.told("began")
+    assert [each.result["task_id"] for each in results] == [each.id for each in results]
+    assert [each.result["retries"] for each in results] == [0, 0]
+    assert len(prefork.stage.told("began")) == 2
 
 
 def test_c2_retries_of_the_body_still_count(prefork: Crew) -> None:
@@ -282,15 +256,6 @@ def test_c17_nothing_is_inherited_unasked(prefork: Crew) -> None:
     prefork.until(lambda: bool(prefork.stage.told("refused")), "the child is refused")
     prefork.let_go(result)
     assert not prefork.stage.told("child", "overlapped")
-
-
-def test_c17_chord_whose_tasks_share_a_key_comes_to_its_end(prefork: Crew) -> None:
-    """Header and body want the same key, one after the other."""
-    header = [prefork.signature("late", "sleep 0.2") for _ in range(2)]
-    result = chord(header, app=prefork.app)(prefork.signature("late"))
-    assert prefork.outcome(result) == "SUCCESS"
-    assert len(prefork.stage.told("ended")) == 3
-    assert not prefork.stage.told("overlapped")
 
 
 def test_c18_spellings_of_a_call_are_one_key(prefork: Crew) -> None:

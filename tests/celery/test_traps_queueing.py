@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -18,14 +17,14 @@ from tests.contract.helpers import Later
 from tests.contract.locking import held_elsewhere, rolled_back
 from tests.services import free_port
 
-from .crews import Crew, Hire
+from .crews import Crew
 from .project import create
 
 
-def sends_again(crew: Crew) -> bool:
+def sends_again(crew: Crew, name: str = "unique") -> bool:
     """Say whether the task can be sent and runs, as what was sent before has left nothing."""
     began = len(crew.stage.told("began"))
-    result = crew.send("unique")
+    result = crew.send(name)
     return crew.outcome(result) == "SUCCESS" and len(crew.stage.told("began")) == began + 1
 
 
@@ -43,13 +42,16 @@ def test_duplicate_is_the_task_that_runs(prefork: Crew) -> None:
     assert len(prefork.stage.told("began")) == 2
 
 
-@pytest.mark.parametrize("ending", ["raise oops", "ignore", "reject", "die"])
-def test_unique_task_is_sent_again_behind_each_ending(prefork: Crew, ending: str) -> None:
+def test_unique_task_is_sent_again_behind_each_ending(prefork: Crew) -> None:
     """However a run ends, the next one can be sent."""
-    prefork.send("unique", ending)
-    prefork.begun()
-    prefork.becomes_free(prefork.claim)
-    assert sends_again(prefork)
+    endings = ("raise oops", "ignore", "reject", "die")
+    crews = {ending: prefork.beside(ending.partition(" ")[0]) for ending in endings}
+    for ending, crew in crews.items():
+        crew.send("unique", ending)
+    for crew in crews.values():
+        crew.begun()
+        crew.becomes_free(crew.claim)
+        assert sends_again(crew)
 
 
 def test_unique_task_retries_itself(prefork: Crew) -> None:
@@ -95,15 +97,22 @@ def test_unique_key_stays_between_automatic_retries(prefork: Crew) -> None:
 WAITING = [("unique_and_locked_wait", UNIQUE_PREFIX), ("bounded_wait", BACKLOG_PREFIX)]
 
 
-@pytest.mark.parametrize(("name", "prefix"), WAITING)
-def test_task_killed_while_it_waits_frees_its_claim(prefork: Crew, name: str, prefix: str) -> None:
-    """At its hard time limit its claim is that of a queued task, which has no process."""
-    claim = own_key(prefix + prefork.key)
+def test_killed_task_that_waits_frees_its_claim(prefork: Crew) -> None:
+    """At its hard time limit, or with its child, and acknowledged: its body has not begun."""
+    claims = [own_key(prefix + prefork.key) for _, prefix in WAITING]
     with held_elsewhere(distlock(prefork.key, backend=prefork.store, ttl=60)):
-        result = prefork.send(name, time_limit=1)
-        assert prefork.record(claim).holder.task_id == result.id
-        assert prefork.outcome(result) == "FAILURE"
-        claim_ends(prefork, claim)
+        limited = [prefork.send(name, time_limit=1) for name, _ in WAITING]
+        holders = [prefork.record(claim).holder.task_id for claim in claims]
+        assert holders == [each.id for each in limited]
+        assert [prefork.outcome(each) for each in limited] == ["FAILURE"] * len(WAITING)
+        claims_end(prefork, claims)
+        results = [prefork.send(name) for name, _ in WAITING]
+        prefork.until(lambda: {each.state for each in results} == {"STARTED"}, "both wait")
+        assert all(map(prefork.record, claims))
+        for child in prefork.worker.children():
+            os.kill(child, signal.SIGKILL)
+        assert [prefork.outcome(each) for each in results] == ["FAILURE"] * len(WAITING)
+        claims_end(prefork, claims)
 
 
 @pytest.mark.parametrize("is_revoked", [True, False], ids=["revoked", "limit"])
@@ -119,29 +128,13 @@ def test_greenlet_killed_while_it_waits_frees_its_claims(gevent: Crew, *, is_rev
             each.revoke(terminate=True)
         ends = "REVOKED" if is_revoked else "FAILURE"
         assert [gevent.outcome(each) for each in results] == [ends] * len(WAITING)
-        for claim in claims:
-            claim_ends(gevent, claim)
+        claims_end(gevent, claims)
 
 
-def claim_ends(crew: Crew, claim: str) -> None:
-    """Wait until nothing is kept of a claim."""
-    store = lock_backends[crew.store]
-    crew.until(lambda: Later(store.read, claim).result() is None, "the claim is released")
-
-
-def test_killed_child_that_waits_frees_its_claim(hire: Hire) -> None:
-    """Killed before the body began, and acknowledged: in a child for each of the tasks."""
-    with hire(slots=len(WAITING)) as crew:
-        claims = [own_key(prefix + crew.key) for _, prefix in WAITING]
-        with held_elsewhere(distlock(crew.key, backend=crew.store, ttl=60)):
-            results = [crew.send(name) for name, _ in WAITING]
-            crew.until(lambda: {each.state for each in results} == {"STARTED"}, "both wait")
-            assert all(map(crew.record, claims))
-            for child in crew.worker.children():
-                os.kill(child, signal.SIGKILL)
-            assert [crew.outcome(each) for each in results] == ["FAILURE"] * len(WAITING)
-            for claim in claims:
-                claim_ends(crew, claim)
+def claims_end(crew: Crew, claims: list[str]) -> None:
+    """Wait until nothing is kept of any claim."""
+    read = lock_backends[crew.store].read
+    crew.until(lambda: not any(Later(read, each).result() for each in claims), "all are released")
 
 
 @pytest.mark.skipif(
@@ -157,17 +150,18 @@ def test_retry_of_a_lost_process_is_unique(prefork: Crew) -> None:
     prefork.becomes_free(prefork.claim)
 
 
-@pytest.mark.parametrize("is_revoked", [True, False], ids=["revoked", "expired"])
-def test_unique_task_that_is_thrown_away_can_be_sent_again(
-    prefork: Crew, *, is_revoked: bool
-) -> None:
+def test_unique_task_that_is_thrown_away_can_be_sent_again(prefork: Crew) -> None:
     """A message that a worker throws away, revoked or too old, takes its claim with it."""
-    result = prefork.send("unique", countdown=2, expires=None if is_revoked else 1)
-    if is_revoked:
-        result.revoke()
-    assert prefork.outcome(result) == "REVOKED"
-    prefork.becomes_free(prefork.claim)
-    assert sends_again(prefork)
+    thrown = [(prefork.beside(name), name) for name in ("unique", "started")]
+    expired = prefork.beside("expired")
+    results = [crew.send(name, countdown=2) for crew, name in thrown]
+    for each in results:
+        each.revoke()
+    results.append(expired.send("unique", countdown=2, expires=1))
+    for (crew, name), result in zip([*thrown, (expired, "unique")], results, strict=True):
+        assert crew.outcome(result) == "REVOKED"
+        crew.becomes_free(crew.claim)
+        assert sends_again(crew, name)
 
 
 def test_unique_and_locked_are_two_keys(prefork: Crew) -> None:
@@ -200,21 +194,16 @@ def interrupted(crew: Crew) -> None:
         crew.send("unique")
 
 
-@pytest.mark.parametrize(
-    ("send", "error"),
-    [
+def test_c8_what_could_not_be_sent_leaves_no_claim(prefork: Crew) -> None:
+    """The task can be sent later."""
+    for send, error in (
         (to_nobody, OperationalError),
         (what_has_no_text, EncodeError),
         (interrupted, KeyboardInterrupt),
-    ],
-)
-def test_c8_what_could_not_be_sent_leaves_no_claim(
-    prefork: Crew, send: Callable[[Crew], None], error: type[BaseException]
-) -> None:
-    """The task can be sent later."""
-    with pytest.raises(error):
-        send(prefork)
-    assert not prefork.is_taken(prefork.claim)
+    ):
+        with pytest.raises(error):
+            send(prefork)
+        assert not prefork.is_taken(prefork.claim)
     assert sends_again(prefork)
 
 
@@ -246,7 +235,10 @@ def test_c9_claim_outlives_the_countdown(prefork: Crew) -> None:
 
 
 def test_what_a_canvas_waits_for_is_sent_though_the_key_is_taken(prefork: Crew) -> None:
-    """The last of a chain, the body of a chord and a callback are skipped when they come."""
+    """The last of a chain, the body of a chord and a callback are skipped when they come.
+
+    So is what has an id that its caller chose, and may have told to somebody who waits for it.
+    """
     holder = prefork.send("unique", "wait go")
     prefork.begun()
     first = prefork.task("collect").si([], prefork.key).set(**prefork.to())
@@ -259,7 +251,9 @@ def test_what_a_canvas_waits_for_is_sent_though_the_key_is_taken(prefork: Crew) 
     first.clone().apply_async(link=callback)
     behind = prefork.task("collect").s(prefork.key).set(**prefork.to())
     first.clone().apply_async(link=chain(prefork.signature("unique"), behind, app=prefork.app))
-    assert [prefork.outcome(each) for each in ends] == ["SUCCESS"] * 3
+    ends.append(prefork.send("unique", task_id=f"{prefork.key}-named"))
+    assert ends[-1].id == f"{prefork.key}-named"
+    assert [prefork.outcome(each) for each in ends] == ["SUCCESS"] * 4
     assert all(each.result["distlock"] == "skipped" for each in ends)
     assert {each.result["holder"]["task_id"] for each in ends} == {holder.id}
     prefork.until(lambda: len(prefork.stage.told("collected")) == 6, "what is behind the callback")
@@ -268,27 +262,15 @@ def test_what_a_canvas_waits_for_is_sent_though_the_key_is_taken(prefork: Crew) 
     assert sends_again(prefork)
 
 
-def test_caller_of_an_id_gets_that_task(prefork: Crew) -> None:
-    """Whoever chooses the id may have told it to somebody, who waits for it."""
-    holder = prefork.send("unique", "wait go")
-    prefork.begun()
-    named = prefork.send("unique", task_id=f"{prefork.key}-named")
-    assert named.id == f"{prefork.key}-named"
-    assert prefork.outcome(named) == "SUCCESS"
-    assert named.result["distlock"] == "skipped"
-    prefork.let_go(holder)
-    assert len(prefork.stage.told("began")) == 1
-
-
-@pytest.mark.parametrize("name", ["unique_and_locked_raise", "unique_and_locked_skip"])
-def test_refused_unique_task_frees_its_key(prefork: Crew, name: str) -> None:
+def test_refused_unique_task_frees_its_key(prefork: Crew) -> None:
     """A task that is over because somebody else has its lock swallows nothing sent later."""
-    with held_elsewhere(distlock(prefork.key, backend=prefork.store, ttl=60)):
-        result = prefork.send(name)
-        ending = "FAILURE" if name.endswith("raise") else "SUCCESS"
-        assert prefork.outcome(result) == ending
-        prefork.becomes_free(prefork.claim)
-    again = prefork.send(name)
-    assert again.id != result.id
-    assert prefork.outcome(again) == "SUCCESS"
-    assert len(prefork.stage.told("began")) == 1
+    for ending, state in (("raise", "FAILURE"), ("skip", "SUCCESS")):
+        crew, name = prefork.beside(ending), f"unique_and_locked_{ending}"
+        with held_elsewhere(distlock(crew.key, backend=crew.store, ttl=60)):
+            result = crew.send(name)
+            assert crew.outcome(result) == state
+            crew.becomes_free(crew.claim)
+        again = crew.send(name)
+        assert again.id != result.id
+        assert crew.outcome(again) == "SUCCESS"
+        assert len(crew.stage.told("began")) == 1
