@@ -37,13 +37,9 @@ def test_each_error_has_a_code(error: type[LockError]) -> None:
     assert [str(each) for each in (error(), error("the text"))] == ["", "the text"]
     # Who checks arguments as Python does catches ours too.
     assert issubclass(error, ValueError) is (error is InvalidArgument)
-
-
-@pytest.mark.parametrize("error", [BackendUnavailable, LockUsageError, LockError])
-def test_code_of_one_error_leaves_the_class_alone(error: type[LockError]) -> None:
-    """A more precise code belongs to one error."""
+    # A more precise code belongs to one error.
     assert error("text", code="auth_failed").code == "auth_failed"
-    assert error("text").code == error.code == CODES[error]
+    assert error("text").code == error.code
 
 
 def everything(error: BaseException) -> dict[str, Any]:
@@ -51,7 +47,6 @@ def everything(error: BaseException) -> dict[str, Any]:
     return {"class": type(error), "args": error.args, "code": error.code, **vars(error)}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize(
     "error",
     [
@@ -64,9 +59,10 @@ def everything(error: BaseException) -> dict[str, Any]:
     ],
     ids=lambda error: f"{type(error).__name__}-{error.code}-{error.key}",
 )
-def test_errors_survive_pickling_with_all_they_know(error: LockError, protocol: int) -> None:
+def test_errors_survive_pickling_with_all_they_know(error: LockError) -> None:
     """Task queues and process pools send errors as pickles."""
-    assert everything(pickle.loads(pickle.dumps(error, protocol))) == everything(error)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert everything(pickle.loads(pickle.dumps(error, protocol))) == everything(error)
     assert everything(copy.copy(error)) == everything(error)
 
 

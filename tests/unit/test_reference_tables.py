@@ -142,15 +142,17 @@ def test_table_has_every_capability() -> None:
     assert len([each for each in COLUMNS if each.lower() in VENDORS]) == len(VENDORS)
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-def test_backend_can_do_what_the_table_says(column: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lacks what the table says that it lacks, and nothing else."""
-    backend = COLUMNS[column](monkeypatch)
-    told = {name for name, without in lacking().items() if column in without}
-    assert told == {name for name in lacking() if getattr(backend, name) in {False, "client"}}
-    limit = {"Redis": 1000, "Redis Cluster": 1000, "memory": 10000}.get(column, 640)
-    assert backend.storage_key_limit == limit
-    assert re.search(rf"^`storage_key_limit` .*\b{limit}\b", page("backends"), re.MULTILINE)
+def test_backends_can_do_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lacks what the table says that it lacks, and nothing else."""
+    table = lacking()
+    for column, make in COLUMNS.items():
+        backend = make(monkeypatch)
+        told = {name for name, without in table.items() if column in without}
+        lacks = {name for name in table if getattr(backend, name) in {False, "client"}}
+        assert told == lacks, column
+        limit = {"Redis": 1000, "Redis Cluster": 1000, "memory": 10000}.get(column, 640)
+        assert backend.storage_key_limit == limit, column
+        assert re.search(rf"^`storage_key_limit` .*\b{limit}\b", page("backends"), re.MULTILINE)
 
 
 def test_every_method_of_a_backend_is_listed() -> None:
@@ -177,23 +179,21 @@ def options_of(kind: type[BaseLockBackend]) -> set[str]:
     return set(inspect.signature(kind).parameters) - {"config", "unknown"}
 
 
-@pytest.mark.parametrize(
-    ("heading", "known"),
-    [
-        ("## `DISTLOCK`", set(conf._READERS)),
-        ("## `DISTLOCK_TABLES`", set(conf.DEFAULT_TABLES)),
-        ("## `DISTLOCK_HOLDER`", {each.name for each in dataclasses.fields(conf.HolderConfig)}),
-        ("### `RETRY`", {each.name for each in dataclasses.fields(Retry)}),
-        ("### `OPTIONS` of the database backend", options_of(DatabaseBackend)),
-        ("### `OPTIONS` of the memory backend", options_of(MemoryBackend)),
-        ("### `OPTIONS` of the Redis backend", options_of(RedisBackend)),
-        ("### `OPTIONS` of the session-advisory backend", options_of(AdvisoryBackend)),
-    ],
-)
-def test_settings_are_listed(heading: str, known: set[str]) -> None:
+def test_settings_are_listed() -> None:
     """Every name has an entry, and every entry a name."""
-    part = page("settings").partition(f"\n{heading}\n")[2].partition("\n#")[0]
-    assert set(entries(part)) == known
+    known = {
+        "## `DISTLOCK`": set(conf._READERS),
+        "## `DISTLOCK_TABLES`": set(conf.DEFAULT_TABLES),
+        "## `DISTLOCK_HOLDER`": {each.name for each in dataclasses.fields(conf.HolderConfig)},
+        "### `RETRY`": {each.name for each in dataclasses.fields(Retry)},
+        "### `OPTIONS` of the database backend": options_of(DatabaseBackend),
+        "### `OPTIONS` of the memory backend": options_of(MemoryBackend),
+        "### `OPTIONS` of the Redis backend": options_of(RedisBackend),
+        "### `OPTIONS` of the session-advisory backend": options_of(AdvisoryBackend),
+    }
+    for heading, names_of in known.items():
+        part = page("settings").partition(f"\n{heading}\n")[2].partition("\n#")[0]
+        assert set(entries(part)) == names_of, heading
 
 
 def test_every_setting_is_listed() -> None:
@@ -207,13 +207,13 @@ def test_every_setting_is_listed() -> None:
 # API
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_public_names_are_listed(module: str) -> None:
+def test_public_names_are_listed() -> None:
     """Every name in `__all__` stands in the section of its module; those of the root, anywhere."""
     api = page("api") + page("errors")
-    text = api if module == "django_distlock" else section(api, f"`{module}`")
-    told = names(text) | set(re.findall(r"^## `(\w+)`", api, re.MULTILINE))
-    assert set(importlib.import_module(module).__all__) - told == set()
+    for module in MODULES:
+        text = api if module == "django_distlock" else section(api, f"`{module}`")
+        told = names(text) | set(re.findall(r"^## `(\w+)`", api, re.MULTILINE))
+        assert set(importlib.import_module(module).__all__) - told == set(), module
 
 
 def signatures() -> Iterator[tuple[str, str]]:
@@ -244,17 +244,12 @@ def bare(parameter: inspect.Parameter) -> inspect.Parameter:
 ALL_SIGNATURES = list(signatures())
 
 
-@pytest.mark.parametrize(
-    ("module", "signature"),
-    ALL_SIGNATURES,
-    ids=[f"{module}.{each.partition('(')[0]}" for module, each in ALL_SIGNATURES],
-)
-def test_signatures_are_those_of_the_code(module: str, signature: str) -> None:
+def test_signatures_are_those_of_the_code() -> None:
     """Names, order, kinds and defaults."""
-    function = getattr(importlib.import_module(module), signature.partition("(")[0])
-    assert parameters(signature) == [
-        bare(each) for each in inspect.signature(function).parameters.values()
-    ]
+    for module, signature in ALL_SIGNATURES:
+        function = getattr(importlib.import_module(module), signature.partition("(")[0])
+        known = [bare(each) for each in inspect.signature(function).parameters.values()]
+        assert parameters(signature) == known, signature
 
 
 def test_modules_have_their_signatures() -> None:
@@ -272,20 +267,14 @@ def test_modules_have_their_signatures() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        each
-        for each in (getattr(inspection, name) for name in inspection.__all__)
-        if dataclasses.is_dataclass(each) and each is not inspection.LockInfo
-    ],
-)
-def test_values_of_inspection_are_listed(kind: type) -> None:
+def test_values_of_inspection_are_listed() -> None:
     """The entry of a value names every attribute that it has."""
     lines = entries(section(page("api"), "`django_distlock.inspection`"))
-    shown = {name for name, each in vars(kind).items() if isinstance(each, property)}
-    known = {field.name for field in dataclasses.fields(kind)} | shown
-    assert known - names(lines[kind.__name__]) == set()
+    for kind in (getattr(inspection, name) for name in inspection.__all__):
+        if dataclasses.is_dataclass(kind) and kind is not inspection.LockInfo:
+            shown = {name for name, each in vars(kind).items() if isinstance(each, property)}
+            known = {field.name for field in dataclasses.fields(kind)} | shown
+            assert known - names(lines[kind.__name__]) == set(), kind
 
 
 def test_every_signal_is_listed() -> None:
@@ -370,14 +359,14 @@ def test_all_of_this_is_looked_for() -> None:
     assert len(ALL_SIGNATURES) > 30
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_options_of_a_command_are_listed(command: str) -> None:
+def test_options_of_commands_are_listed() -> None:
     """The line of the command has every option, and so has the text below; there is no other."""
-    text = section(page("commands"), f"`{command}`")
-    usage = "".join(re.findall(r"```text\n(.*?)```", text, re.DOTALL))
-    listed = "".join(re.findall(r"```text\n.*?```(.*?)(?=```text|$)", text, re.DOTALL))
-    known = options(command)
     everywhere = {"--json", "--backend"}  # explained above all commands
-    assert set(re.findall(r"--[a-z][a-z-]*", usage)) | {"--json"} == known | {"--json"}
-    assert set(re.findall(r"--[a-z][a-z-]*", listed)) | everywhere >= known
-    assert set(re.findall(r"`(--[a-z][a-z-]*)", listed)) <= known
+    for command in COMMANDS:
+        text = section(page("commands"), f"`{command}`")
+        usage = "".join(re.findall(r"```text\n(.*?)```", text, re.DOTALL))
+        listed = "".join(re.findall(r"```text\n.*?```(.*?)(?=```text|$)", text, re.DOTALL))
+        known = options(command)
+        assert set(re.findall(r"--[a-z][a-z-]*", usage)) | {"--json"} == known | {"--json"}
+        assert set(re.findall(r"--[a-z][a-z-]*", listed)) | everywhere >= known
+        assert set(re.findall(r"`(--[a-z][a-z-]*)", listed)) <= known
