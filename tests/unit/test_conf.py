@@ -82,71 +82,65 @@ def test_every_setting_is_read(settings: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "rule"),
-    [
-        ("BACKEND", None, "BACKEND must be the import path of a backend, not None"),
-        ("BACKEND", dict, "BACKEND must be the import path of a backend, not <class 'dict'>"),
-        ("KEY_PREFIX", 5, "KEY_PREFIX: must be a str, not 5"),
-        ("KEY_PREFIX", None, "KEY_PREFIX: must be a str, not None"),
-        ("TTL", 0.05, "TTL (seconds) must be at least 0.1 and finite, not 0.05"),
-        ("TTL", True, "TTL (seconds) must be a number, not True"),
-        ("TTL", None, "TTL (seconds) must be a number, not None"),
-        ("TTL", "30", "TTL (seconds) must be a number, not '30'"),
-        ("TTL", math.nan, "TTL (seconds) must be at least 0.1 and finite, not nan"),
-        ("TTL", 604_801, "TTL (604801 s) is above MAX_TTL (604800 s)"),
-        ("WAIT", -1, "WAIT (seconds) must be at least 0 and finite, not -1"),
-        ("WAIT", False, "WAIT (seconds) must be a number, not False"),
-        ("WAIT", math.inf, "WAIT (seconds) must be at least 0 and finite, not inf"),
-        ("MAX_TTL", 0, "MAX_TTL (seconds) must be at least 0.1 and at most 3.2e+09"),
-        ("MAX_TTL", 1e10, "MAX_TTL (seconds) must be at least 0.1 and at most 3.2e+09"),
-        ("MAX_TTL", None, "MAX_TTL (seconds) must be a number, not None"),
-        ("MAX_TTL", 10, "TTL (30 s) is above MAX_TTL (10 s)"),
-        ("LOCK_CONNECTIONS", 0, "LOCK_CONNECTIONS: must be an int of at least 1, not 0"),
-        ("LOCK_CONNECTIONS", True, "LOCK_CONNECTIONS: must be an int of at least 1, not True"),
-        ("LOCK_CONNECTIONS", 2.0, "LOCK_CONNECTIONS: must be an int of at least 1, not 2.0"),
-        ("FENCE_FLOOR", "server", "FENCE_FLOOR: must be \"clock\" or None, not 'server'"),
-        ("FENCE_FLOOR", True, 'FENCE_FLOOR: must be "clock" or None, not True'),
-        ("HEARTBEAT", 0, "HEARTBEAT must be at least 0.01 and at most 0.5, not 0"),
-        ("HEARTBEAT", 0.6, "HEARTBEAT must be at least 0.01 and at most 0.5, not 0.6"),
-        ("HEARTBEAT", True, "HEARTBEAT must be a number, not True"),
-        ("RETRY", None, "RETRY: must be a dictionary, not None"),
-        ("RETRY", Retry(), "RETRY: must be a dictionary, not Retry("),
-        ("RETRY", {"dely": 1}, "RETRY: unknown: 'dely'; known: delay, factor, cap"),
-        ("RETRY", {"delay": 0}, "RETRY: delay must be at least 0.001 and finite, not 0"),
-        ("RETRY", {"cap": 0.01}, "RETRY: cap must be at least 0.1 and finite, not 0.01"),
-        ("RETRY", {"max_retries": -1}, "RETRY: max_retries must be at least 0, not -1"),
-        ("OPTIONS", None, "OPTIONS: must be a dictionary of options, not a NoneType"),
-        ("OPTIONS", {1: 2}, "OPTIONS: must have names that are a str, not 1"),
-        ("OPTIONS", [("using", "x")], "OPTIONS: must be a dictionary of options"),
-    ],
-)
-def test_bad_value_is_refused_with_alias_name_value_and_rule(
-    settings: Any, name: str, value: object, rule: str
-) -> None:
+BAD_VALUES: list[tuple[str, object, str]] = [
+    ("BACKEND", None, "BACKEND must be the import path of a backend, not None"),
+    ("BACKEND", dict, "BACKEND must be the import path of a backend, not <class 'dict'>"),
+    ("KEY_PREFIX", 5, "KEY_PREFIX: must be a str, not 5"),
+    ("KEY_PREFIX", None, "KEY_PREFIX: must be a str, not None"),
+    ("TTL", 0.05, "TTL (seconds) must be at least 0.1 and finite, not 0.05"),
+    ("TTL", True, "TTL (seconds) must be a number, not True"),
+    ("TTL", None, "TTL (seconds) must be a number, not None"),
+    ("TTL", "30", "TTL (seconds) must be a number, not '30'"),
+    ("TTL", math.nan, "TTL (seconds) must be at least 0.1 and finite, not nan"),
+    ("TTL", 604_801, "TTL (604801 s) is above MAX_TTL (604800 s)"),
+    ("WAIT", -1, "WAIT (seconds) must be at least 0 and finite, not -1"),
+    ("WAIT", False, "WAIT (seconds) must be a number, not False"),
+    ("WAIT", math.inf, "WAIT (seconds) must be at least 0 and finite, not inf"),
+    ("MAX_TTL", 0, "MAX_TTL (seconds) must be at least 0.1 and at most 3.2e+09"),
+    ("MAX_TTL", 1e10, "MAX_TTL (seconds) must be at least 0.1 and at most 3.2e+09"),
+    ("MAX_TTL", None, "MAX_TTL (seconds) must be a number, not None"),
+    ("MAX_TTL", 10, "TTL (30 s) is above MAX_TTL (10 s)"),
+    ("LOCK_CONNECTIONS", 0, "LOCK_CONNECTIONS: must be an int of at least 1, not 0"),
+    ("LOCK_CONNECTIONS", True, "LOCK_CONNECTIONS: must be an int of at least 1, not True"),
+    ("LOCK_CONNECTIONS", 2.0, "LOCK_CONNECTIONS: must be an int of at least 1, not 2.0"),
+    ("FENCE_FLOOR", "server", "FENCE_FLOOR: must be \"clock\" or None, not 'server'"),
+    ("FENCE_FLOOR", True, 'FENCE_FLOOR: must be "clock" or None, not True'),
+    ("HEARTBEAT", 0, "HEARTBEAT must be at least 0.01 and at most 0.5, not 0"),
+    ("HEARTBEAT", 0.6, "HEARTBEAT must be at least 0.01 and at most 0.5, not 0.6"),
+    ("HEARTBEAT", True, "HEARTBEAT must be a number, not True"),
+    ("RETRY", None, "RETRY: must be a dictionary, not None"),
+    ("RETRY", Retry(), "RETRY: must be a dictionary, not Retry("),
+    ("RETRY", {"dely": 1}, "RETRY: unknown: 'dely'; known: delay, factor, cap"),
+    ("RETRY", {"delay": 0}, "RETRY: delay must be at least 0.001 and finite, not 0"),
+    ("RETRY", {"cap": 0.01}, "RETRY: cap must be at least 0.1 and finite, not 0.01"),
+    ("RETRY", {"max_retries": -1}, "RETRY: max_retries must be at least 0, not -1"),
+    ("OPTIONS", None, "OPTIONS: must be a dictionary of options, not a NoneType"),
+    ("OPTIONS", {1: 2}, "OPTIONS: must have names that are a str, not 1"),
+    ("OPTIONS", [("using", "x")], "OPTIONS: must be a dictionary of options"),
+]
+
+
+def test_bad_value_is_refused_with_alias_name_value_and_rule(settings: Any) -> None:
     """Who reads the message knows what to change, where, and to what."""
-    message = refusal(settings, **{name: value})
-    assert message.startswith("DISTLOCK['x']: ")
-    assert rule in message
+    for name, value, rule in BAD_VALUES:
+        message = refusal(settings, **{name: value})
+        assert message.startswith("DISTLOCK['x']: ")
+        assert rule in message
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("TIMEOUT", ""), ("ttl", " Did you mean 'TTL'?"),
-        ("KEY_PREFIX ", " Did you mean 'KEY_PREFIX'?"),
-        ("HEART_BEAT", " Did you mean 'HEARTBEAT'?"), ("LOCATION", ""), (5, ""),
-    ],
-)  # fmt: skip
-def test_unknown_name_is_refused_with_the_known_ones(settings: Any, name: Any, near: str) -> None:
+def test_unknown_name_is_refused_with_the_known_ones(settings: Any) -> None:
     """The vocabulary is closed: a slip, or a setting of a later version, is no silence."""
-    settings.DISTLOCK = {"x": {"BACKEND": MEMORY, name: 1}}
-    with pytest.raises(InvalidLockBackend) as caught:
-        conf.backend_config("x")
-    assert str(caught.value) == (
-        f"DISTLOCK['x']: Unknown settings: {name!r}. Known settings: BACKEND, KEY_PREFIX, TTL,"
-        f" WAIT, MAX_TTL, HEARTBEAT, LOCK_CONNECTIONS, RETRY, FENCE_FLOOR, OPTIONS.{near}"
-    )
+    nearest = {"ttl": "TTL", "KEY_PREFIX ": "KEY_PREFIX", "HEART_BEAT": "HEARTBEAT"}
+    names: list[Any] = [*nearest, "TIMEOUT", "LOCATION", 5]
+    for name in names:
+        settings.DISTLOCK = {"x": {"BACKEND": MEMORY, name: 1}}
+        with pytest.raises(InvalidLockBackend) as caught:
+            conf.backend_config("x")
+        near = f" Did you mean {nearest[name]!r}?" if name in nearest else ""
+        assert str(caught.value) == (
+            f"DISTLOCK['x']: Unknown settings: {name!r}. Known settings: BACKEND, KEY_PREFIX, TTL,"
+            f" WAIT, MAX_TTL, HEARTBEAT, LOCK_CONNECTIONS, RETRY, FENCE_FLOOR, OPTIONS.{near}"
+        )
 
 
 def test_backend_without_an_alias_or_an_alias_without_a_backend(settings: Any) -> None:
@@ -166,23 +160,23 @@ def test_setting_of_an_alias_is_sent_there(settings: Any) -> None:
         conf.refuse_unknown_settings()
 
 
-@pytest.mark.parametrize("value", [None, [], "default", 5])
-def test_setting_must_be_a_dictionary(settings: Any, value: object) -> None:
+def test_setting_must_be_a_dictionary(settings: Any) -> None:
     """`DISTLOCK` and each alias are dictionaries."""
-    settings.DISTLOCK = value
-    with pytest.raises(InvalidLockBackend, match="DISTLOCK must be a dictionary, not "):
-        conf.aliases()
-    settings.DISTLOCK = {"x": value}
-    with pytest.raises(InvalidLockBackend, match=r"DISTLOCK\['x'\] must be a dictionary, not "):
-        conf.backend_config("x")
+    for value in (None, [], "default", 5):
+        settings.DISTLOCK = value
+        with pytest.raises(InvalidLockBackend, match="DISTLOCK must be a dictionary, not "):
+            conf.aliases()
+        settings.DISTLOCK = {"x": value}
+        with pytest.raises(InvalidLockBackend, match=r"DISTLOCK\['x'\] must be a dictionary, not "):
+            conf.backend_config("x")
 
 
-@pytest.mark.parametrize("alias", [None, 1, b"x", ("a",)])
-def test_alias_must_be_a_text(settings: Any, alias: object) -> None:
+def test_alias_must_be_a_text(settings: Any) -> None:
     """Messages and commands name it."""
-    settings.DISTLOCK = {alias: {"BACKEND": MEMORY}}
-    with pytest.raises(InvalidLockBackend, match="An alias in DISTLOCK must be a str, not "):
-        conf.aliases()
+    for alias in (None, 1, b"x", ("a",)):
+        settings.DISTLOCK = {alias: {"BACKEND": MEMORY}}
+        with pytest.raises(InvalidLockBackend, match="An alias in DISTLOCK must be a str, not "):
+            conf.aliases()
 
 
 def test_mistake_in_one_alias_leaves_the_others_alone(settings: Any) -> None:
@@ -215,25 +209,18 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize(
-    "custom",
-    [
-        {},
-        {"locks": "app_locks"},
-        {"fences": "F", "events": "_e"},
-        # Room for the names of functions and constraints.
-        {"events": "e" * 48},
-    ],
-)
-def test_tables_may_be_named_one_by_one(settings: Any, custom: dict[str, str]) -> None:
+def test_tables_may_be_named_one_by_one(settings: Any) -> None:
     """What `DISTLOCK_TABLES` leaves out keeps its default."""
-    settings.DISTLOCK_TABLES = custom
-    assert {name: conf.table(name) for name in TABLES} == {**TABLES, **custom}
+    # The last one leaves room for the names of functions and constraints.
+    some = {"fences": "F", "events": "_e"}
+    for custom in ({}, {"locks": "app_locks"}, some, {"events": "e" * 48}):
+        settings.DISTLOCK_TABLES = custom
+        assert {name: conf.table(name) for name in TABLES} == {**TABLES, **custom}
 
 
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
+def test_bad_tables_are_refused(settings: Any) -> None:
+    """Table names are identifiers, short enough, known, and different."""
+    for tables, message in (
         ({"lock": "a"}, "DISTLOCK_TABLES: Unknown settings: 'lock'. Known settings: locks, fences"),
         ({"locks": ""}, "DISTLOCK_TABLES['locks'] must be an identifier, not ''"),
         ({"locks": None}, "DISTLOCK_TABLES['locks'] must be an identifier, not None"),
@@ -248,30 +235,24 @@ def test_tables_may_be_named_one_by_one(settings: Any, custom: dict[str, str]) -
         ({"locks": "django_distlock_fencecounter"}, "must name different tables"),
         (None, "DISTLOCK_TABLES must be a dictionary, not None"),
         (["a"], "DISTLOCK_TABLES must be a dictionary, not ['a']"),
-    ],
-)
-def test_bad_tables_are_refused(settings: Any, tables: Any, message: str) -> None:
-    """Table names are identifiers, short enough, known, and different."""
-    settings.DISTLOCK_TABLES = tables
-    for name in TABLES:
-        with pytest.raises(InvalidLockBackend) as caught:
-            conf.table(name)
-        assert message in str(caught.value)
+    ):
+        settings.DISTLOCK_TABLES = tables
+        for name in TABLES:
+            with pytest.raises(InvalidLockBackend) as caught:
+                conf.table(name)
+            assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
+def test_holder_is_read(settings: Any) -> None:
+    """Prefix and process are optional."""
+    for raw, expected in (
         ({}, HolderConfig("", None)),
         ({"prefix": "eu-"}, HolderConfig("eu-", None)),
         ({"process": "worker@1"}, HolderConfig("", "worker@1")),
         ({"prefix": "eu-", "process": None}, HolderConfig("eu-", None)),
-    ],
-)
-def test_holder_is_read(settings: Any, raw: dict[str, Any], expected: HolderConfig) -> None:
-    """Prefix and process are optional."""
-    settings.DISTLOCK_HOLDER = raw
-    assert conf.holder_config() == expected
+    ):
+        settings.DISTLOCK_HOLDER = raw
+        assert conf.holder_config() == expected
 
 
 def test_fences_are_signed_with_the_projects_key(settings: Any) -> None:
@@ -285,14 +266,12 @@ def test_fences_are_signed_with_the_projects_key(settings: Any) -> None:
 SECRET = "16 characters of"
 
 
-@pytest.mark.parametrize(
-    ("raw", "secrets"),
-    [(SECRET, (SECRET,)), ([f"newer {SECRET}", SECRET], (f"newer {SECRET}", SECRET))],
-)
-def test_secret_of_fences_stands_alone(settings: Any, raw: Any, secrets: tuple[str, ...]) -> None:
+def test_secret_of_fences_stands_alone(settings: Any) -> None:
     """The project's keys are none of fences then; of several the first signs, each is believed."""
-    settings.DISTLOCK_FENCE_SECRET = raw
-    assert conf.fence_secrets() == secrets
+    settings.DISTLOCK_FENCE_SECRET = SECRET
+    assert conf.fence_secrets() == (SECRET,)
+    settings.DISTLOCK_FENCE_SECRET = [f"newer {SECRET}", SECRET]
+    assert conf.fence_secrets() == (f"newer {SECRET}", SECRET)
 
 
 WRONG_SECRET = (
@@ -300,66 +279,66 @@ WRONG_SECRET = (
 )
 
 
-@pytest.mark.parametrize(
-    ("read", "name", "bad", "message"),
-    [
-        *(
-            (conf.holder_config, "HOLDER", raw, message)
-            for raw, message in [
-                ({"host": "x"}, "Unknown settings: 'host'. Known settings: prefix, process"),
-                ({"prefix": None}, "['prefix'] must be a str, not None"),
-                ({"prefix": 5}, "['prefix'] must be a str, not 5"),
-                ({"process": 5}, "['process'] must be a str, not 5"),
-                # No record may be refused for it.
-                ({"prefix": "a\0"}, "['prefix']"),
-                ({"process": "\ud800"}, "['process']"),
-                (None, "must be a dictionary, not None"),
-            ]
-        ),
-        # An empty one would be everybody's, and a short one is guessed from one header.
-        *(
-            (conf.fence_secrets, "FENCE_SECRET", raw, WRONG_SECRET)
+#: By the name of the setting: what reads it, and the rule that each value breaks.
+BAD_SETTINGS: dict[str, tuple[Callable[[], object], list[tuple[Any, str]]]] = {
+    "HOLDER": (
+        conf.holder_config,
+        [
+            ({"host": "x"}, "Unknown settings: 'host'. Known settings: prefix, process"),
+            ({"prefix": None}, "['prefix'] must be a str, not None"),
+            ({"prefix": 5}, "['prefix'] must be a str, not 5"),
+            ({"process": 5}, "['process'] must be a str, not 5"),
+            # No record may be refused for it.
+            ({"prefix": "a\0"}, "['prefix']"),
+            ({"process": "\ud800"}, "['process']"),
+            (None, "must be a dictionary, not None"),
+        ],
+    ),
+    # An empty one would be everybody's, and a short one is guessed from one header.
+    "FENCE_SECRET": (
+        conf.fence_secrets,
+        [
+            (raw, WRONG_SECRET)
             for raw in (
-                "",
-                "hidden",
-                SECRET[:15],
-                5,
-                b"b" * 16,
-                [],
-                [SECRET, "hidden"],
-                {SECRET: 1},
-                True,
+                *("", "hidden", SECRET[:15], 5, b"b" * 16),
+                *([], [SECRET, "hidden"], {SECRET: 1}, True),
             )
-        ),
-        *(
-            (conf.fence_audiences, "FENCE_AUDIENCE", raw, " 1 to 100")
-            for raw in ("", 5, [], ["ledger", ""], "led\nger", "l" * 101)
-        ),
-        *(
-            (conf.fence_jump, "FENCE_JUMP", raw, " must be None, or an int")
-            for raw in (0, -1, 1.5, True, "5", 900_000_000_000_001)
-        ),
-        *(
-            (conf.history, "HISTORY", raw, " must be ")
-            for raw in (-0.1, 1.1, True, "1", float("nan"))
-        ),
-        *(
-            (lambda: conf.task_url("a"), "TASK_URL", raw, " and contains {task_id}, not ")
+        ],
+    ),
+    "FENCE_AUDIENCE": (
+        conf.fence_audiences,
+        [(raw, " 1 to 100") for raw in ("", 5, [], ["ledger", ""], "led\nger", "l" * 101)],
+    ),
+    "FENCE_JUMP": (
+        conf.fence_jump,
+        [(raw, " must be None, or an int") for raw in (0, -1, 1.5, True, "5", 900_000_000_000_001)],
+    ),
+    "HISTORY": (
+        conf.history,
+        [(raw, " must be ") for raw in (-0.1, 1.1, True, "1", float("nan"))],
+    ),
+    "TASK_URL": (
+        lambda: conf.task_url("a"),
+        [
+            (raw, " and contains {task_id}, not ")
             for raw in ("", 5, "https://flower.example", "javascript:{task_id}", "task/{task_id}")
-        ),
-    ],
-)
-def test_bad_setting_is_refused_and_named(
-    settings: Any, read: Callable[[], object], name: str, bad: Any, message: str
-) -> None:
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_bad_setting_is_refused_and_named(settings: Any, name: str) -> None:
     """Who reads the message knows which one it is, and what it has to be; no secret is shown."""
-    setattr(settings, f"DISTLOCK_{name}", bad)
-    with pytest.raises(InvalidLockBackend) as caught:
-        read()
-    told = str(caught.value)
-    assert told.startswith(f"DISTLOCK_{name}")
-    assert message in told
-    assert told == message or message is not WRONG_SECRET
+    read, values = BAD_SETTINGS[name]
+    for bad, message in values:
+        setattr(settings, f"DISTLOCK_{name}", bad)
+        with pytest.raises(InvalidLockBackend) as caught:
+            read()
+        told = str(caught.value)
+        assert told.startswith(f"DISTLOCK_{name}")
+        assert message in told
+        assert told == message or message is not WRONG_SECRET
 
 
 def test_audiences_of_fences(settings: Any) -> None:
