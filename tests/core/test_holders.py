@@ -32,11 +32,11 @@ def test_holder_survives_json(holder: Holder) -> None:
     assert read == Holder(host="web-1", pid=1)
 
 
-@pytest.mark.parametrize("spoiled", ["x", [1], math.nan, 10**400])
-def test_start_of_a_process_is_a_number(spoiled: object) -> None:
+def test_start_of_a_process_is_a_number() -> None:
     """Whoever asks whether the process is gone calculates with it."""
-    with pytest.raises(InvalidArgument, match="started_at"):
-        Holder.from_json({"started_at": spoiled})
+    for spoiled in ("x", [1], math.nan, 10**400):
+        with pytest.raises(InvalidArgument, match="started_at"):
+            Holder.from_json({"started_at": spoiled})
 
 
 def test_json_has_the_pinned_names() -> None:
