@@ -162,7 +162,8 @@ def test_setting_of_an_alias_is_sent_there(settings: Any) -> None:
 
 def test_setting_must_be_a_dictionary(settings: Any) -> None:
     """`DISTLOCK` and each alias are dictionaries."""
-    for value in (None, [], "default", 5):
+    values: list[object] = [None, [], "default", 5]
+    for value in values:
         settings.DISTLOCK = value
         with pytest.raises(InvalidLockBackend, match="DISTLOCK must be a dictionary, not "):
             conf.aliases()
