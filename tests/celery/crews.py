@@ -96,7 +96,7 @@ class Crew:
         """Return what the store knows of whoever holds the key."""
         return there(Later(lock_backends[self.store].read, key or self.key).result())
 
-    def until(self, condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
+    def until(self, condition: Callable[[], object], what: str, timeout: float = PATIENCE) -> None:
         """Wait until something is so, or fail with what the worker said."""
         give_up = time.monotonic() + timeout
         while not condition():

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -324,7 +325,7 @@ def test_arguments_may_be_pickled(hire: Hire) -> None:
             first = say(crew, "first", "wait go", name=name)
             crew.begun()
             last = crew.task(name).apply_async((crew.key, {"tell say last"}), **crew.to(**how))
-            crew.until(lambda crew=crew: bool(crew.stage.told("refused")), "it has met the run")
+            crew.until(partial(crew.stage.told, "refused"), "it has met the run")
             crew.stage.open("go")
             all_ended(crew, first, last)
             assert said(crew) == ["first", "last"]

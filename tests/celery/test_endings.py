@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_c3_exceptions_of_any_kind(prefork: Crew) -> None:
         crew.begun()
         assert crew.is_taken()
         crew.stage.open("go")
-        crew.until(lambda crew=crew: bool(crew.stage.told("failed")), "the body has ended")
+        crew.until(partial(crew.stage.told, "failed"), "the body has ended")
         crew.becomes_free()
         assert crew.stage.told("failed")[0]["error"] == endings[ending]
     for each in results:

@@ -157,11 +157,12 @@ def test_wrong_times_are_refused(prefork: Crew) -> None:
     """Before anything is queued."""
     unique, plain = prefork.task("unique"), LockedTask()
     plain.name = "nobody"
-    for task, unique_ttl, says in (
+    wrong: list[tuple[Any, Any, str]] = [
         (unique, 0, "unique_ttl"),
         (unique, "1", "unique_ttl"),
         (plain, 120, "is not unique"),
-    ):
+    ]
+    for task, unique_ttl, says in wrong:
         with pytest.raises(InvalidArgument, match=says):
             task.apply_async((prefork.key,), unique_ttl=unique_ttl)
     assert not prefork.is_taken(prefork.claim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_bell_that_was_rung_stays_rung_whatever_interrupts_a_wait() -> None:
     for line in range(1, 12):
         bell = Bell()
         bell.ring()
-        interrupt_at(line, lambda bell=bell: bell.wait(1), "django_distlock.core.threads")
+        interrupt_at(line, partial(bell.wait, 1), "django_distlock.core.threads")
         assert bell.is_rung, line
 
 

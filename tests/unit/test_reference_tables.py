@@ -271,7 +271,11 @@ def test_values_of_inspection_are_listed() -> None:
     """The entry of a value names every attribute that it has."""
     lines = entries(section(page("api"), "`django_distlock.inspection`"))
     for kind in (getattr(inspection, name) for name in inspection.__all__):
-        if dataclasses.is_dataclass(kind) and kind is not inspection.LockInfo:
+        if (
+            isinstance(kind, type)
+            and dataclasses.is_dataclass(kind)
+            and kind != inspection.LockInfo
+        ):
             shown = {name for name, each in vars(kind).items() if isinstance(each, property)}
             known = {field.name for field in dataclasses.fields(kind)} | shown
             assert known - names(lines[kind.__name__]) == set(), kind
