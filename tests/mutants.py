@@ -492,7 +492,7 @@ MUTANTS = (
     Mutant(
         "release notifies nobody", "postgres", DROP,
         old=r"pg_notify\(", new="concat(",
-        test=f"{CALLED}::test_event_calls_out_the_key_that_is_wanted", case="functions-release",
+        test=f"{CALLED}::test_event_calls_out_the_key_that_is_wanted", case="functions",
     ),
     Mutant(
         "a request to stop outlives the grant it was for", "postgres", ACQUIRE,

@@ -91,34 +91,34 @@ NO_EVENTS: dict[str, Event] = {
 # Who calls a key out
 
 
-@pytest.mark.parametrize("event", EVENTS)
 def test_event_calls_out_the_key_that_is_wanted(
-    backend: DatabaseBackend, key: str, ear: Ear, event: str
+    backend: DatabaseBackend, key: str, ear: Ear
 ) -> None:
-    """Once, by its storage key, whatever text it is; and nothing where nobody waits for it."""
-    for name in (key, f'{key} "{{é}}" \\ %s 🔒 ' + "x" * 400):
-        grant = take(backend, name)
-        contend(backend, name)
-        assert EVENTS[event](backend, name, grant)
-        assert ear.heard() == []
-        backend.force_release(name)
-        grant = take(backend, name)
-        contend(backend, name, wanted=True)
-        assert ear.heard() == []
-        assert EVENTS[event](backend, name, grant)
-        assert ear.heard() == [backend.queues.name_of(name)]
+    """Each once, by its storage key, whatever text it is; and nothing where nobody waits for it."""
+    for event, happens in EVENTS.items():
+        for name in (f"{key}{event}", f'{key}{event} "{{é}}" \\ %s 🔒 ' + "x" * 400):
+            grant = take(backend, name)
+            contend(backend, name)
+            assert happens(backend, name, grant), event
+            assert ear.heard() == [], event
+            backend.force_release(name)
+            grant = take(backend, name)
+            contend(backend, name, wanted=True)
+            assert ear.heard() == [], event
+            assert happens(backend, name, grant), event
+            assert ear.heard() == [backend.queues.name_of(name)], event
 
 
-@pytest.mark.parametrize("event", NO_EVENTS)
 def test_nothing_is_called_out_that_frees_no_key(
-    backend: DatabaseBackend, key: str, ear: Ear, event: str
+    backend: DatabaseBackend, key: str, ear: Ear
 ) -> None:
     """Also where somebody waits."""
-    grant = take(backend, key)
-    contend(backend, key, wanted=True)
-    NO_EVENTS[event](backend, key, grant)
-    assert ear.heard() == []
-    assert held(backend, key).wanted
+    for event, happens in NO_EVENTS.items():
+        grant = take(backend, f"{key}{event}")
+        contend(backend, grant.key, wanted=True)
+        happens(backend, grant.key, grant)
+        assert ear.heard() == [], event
+        assert held(backend, grant.key).wanted, event
 
 
 def test_end_of_a_lease_without_expiry_is_sooner(
@@ -127,21 +127,19 @@ def test_end_of_a_lease_without_expiry_is_sooner(
     """An extend that gives an expiry to a lease that had none calls its key out."""
     grant = take(backend, key, ttl=None)
     contend(backend, key, wanted=True)
-    assert isinstance(backend.extend(grant, 600), Grant)
-    assert ear.heard() == [backend.queues.name_of(key)]
-    assert isinstance(backend.extend(grant, 5), Grant)
-    assert ear.heard() == [backend.queues.name_of(key)]
+    for ttl in (600, 5):
+        assert isinstance(backend.extend(grant, ttl), Grant)
+        assert ear.heard() == [backend.queues.name_of(key)]
 
 
-@pytest.mark.parametrize("paused", ["paused", "over", "never paused"])
-def test_resume_always_calls_out(backend: DatabaseBackend, key: str, ear: Ear, paused: str) -> None:
+def test_resume_always_calls_out(backend: DatabaseBackend, key: str, ear: Ear) -> None:
     """Whoever was told of the pause of a free key could leave no mark."""
-    if paused != "never paused":
-        now = take(backend, f"{key}-other").acquired_at
-        until = now + timedelta(seconds=60 if paused == "paused" else -60)
-        backend.pause(key, until)
-    assert backend.pause(key, None) is (paused == "paused")
-    assert ear.heard() == [backend.queues.name_of(key)]
+    now = take(backend, f"{key}-other").acquired_at
+    for name, seconds in ((key, None), (f"{key}-paused", 60), (f"{key}-over", -60)):
+        if seconds is not None:
+            backend.pause(name, now + timedelta(seconds=seconds))
+        assert backend.pause(name, None) is (seconds == 60)
+        assert ear.heard() == [backend.queues.name_of(name)]
 
 
 def test_uncontended_use_sends_nothing(backend: DatabaseBackend, key: str, ear: Ear) -> None:
