@@ -41,8 +41,6 @@ MIDDLEWARE = [
 
 urlpatterns = [path("locks/", include("django_distlock.contrib.monitoring.urls"))]
 
-each_endpoint = pytest.mark.parametrize("name", NAMES)
-
 
 @pytest.fixture(autouse=True)
 def _site() -> Iterator[None]:
@@ -71,20 +69,15 @@ def get(name: str, headers: dict[str, str] | None = None, client: Client | None 
     return (client or Client()).get(address, headers=headers or {})
 
 
-def may_view(user: User) -> None:
-    """Let a user see locks."""
-    user.user_permissions.add(Permission.objects.get(codename="view_heldlock"))
-
-
 # Who may ask
 
 
-@each_endpoint
 @override_settings(DISTLOCK_MONITOR_TOKEN=None)
-def test_nothing_is_open_by_default(name: str) -> None:
+def test_nothing_is_open_by_default() -> None:
     """Neither without a token, nor with any, while none is set; nobody is sent to a login page."""
-    for headers in ({}, BEARER, {"Authorization": "Bearer "}, {"Authorization": "Bearer None"}):
-        refused(get(name, headers), 401)
+    for name in NAMES:
+        for headers in ({}, BEARER, {"Authorization": "Bearer "}, {"Authorization": "Bearer None"}):
+            refused(get(name, headers), 401)
 
 
 def refused(response: Any, status: int) -> None:
@@ -94,16 +87,13 @@ def refused(response: Any, status: int) -> None:
     assert "Location" not in response.headers
 
 
-@pytest.mark.parametrize(
-    "shown",
-    [
+def test_other_token_does_not() -> None:
+    """Whatever is wrong with it."""
+    for shown in (
         "Bearer wrong", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN,
         "Bearer", "Bearer t\u00f6ken", "",
-    ],
-)  # fmt: skip
-def test_other_token_does_not(shown: str) -> None:
-    """Whatever is wrong with it."""
-    refused(get("health", {"Authorization": shown}), 401)
+    ):  # fmt: skip
+        refused(get("health", {"Authorization": shown}), 401)
 
 
 def test_tokens_are_compared_in_constant_time() -> None:
@@ -119,45 +109,46 @@ def test_tokens_are_compared_in_constant_time() -> None:
         ]
 
 
-@pytest.mark.parametrize(
-    "token", ["short", "", b"bytes-are-no-tokens", "with space in the middle", 7]
-)
-def test_weak_token_is_refused(token: Any) -> None:
+def test_weak_token_is_refused() -> None:
     """The error does not show it."""
-    for value in (token, [TOKEN, token]):
-        with override_settings(DISTLOCK_MONITOR_TOKEN=value):
-            with pytest.raises(InvalidLockBackend) as caught:
-                monitor_tokens()
-            (finding,) = [each for each in check_settings(None) if "MONITOR" in each.msg]
-        assert not token or str(token) not in str(caught.value)
-        assert finding.id == "distlock.E001"
+    weak: list[Any] = ["short", "", b"bytes-are-no-tokens", "with space in the middle", 7]
+    for token in weak:
+        for value in (token, [TOKEN, token]):
+            with override_settings(DISTLOCK_MONITOR_TOKEN=value):
+                with pytest.raises(InvalidLockBackend) as caught:
+                    monitor_tokens()
+                (finding,) = [each for each in check_settings(None) if "MONITOR" in each.msg]
+            assert not token or str(token) not in str(caught.value)
+            assert finding.id == "distlock.E001"
 
 
-@each_endpoint
-def test_staff_with_the_permission_may_ask(name: str, user: User) -> None:
+def test_staff_with_the_permission_may_ask(user: User) -> None:
     """By the session; without the permission, or without being staff, it is forbidden."""
     client = Client()
     client.force_login(user)
-    refused(get(name, client=client), 403)
-    may_view(user)
-    assert get(name, client=client).status_code == 200
-    # Whoever shows a token is judged by it.
-    refused(get(name, {"Authorization": "Bearer wrong"}, client), 401)
+    for name in NAMES:
+        refused(get(name, client=client), 403)
+    user.user_permissions.add(Permission.objects.get(codename="view_heldlock"))
+    for name in NAMES:
+        assert get(name, client=client).status_code == 200
+        # Whoever shows a token is judged by it.
+        refused(get(name, {"Authorization": "Bearer wrong"}, client), 401)
     User.objects.filter(pk=user.pk).update(is_staff=False)
-    refused(get(name, client=client), 403)
+    for name in NAMES:
+        refused(get(name, client=client), 403)
 
 
-@each_endpoint
-def test_token_opens_for_reading(name: str) -> None:
+def test_token_opens_for_reading() -> None:
     """The right one, in the way that machines show it; a project may have no sessions."""
-    address = reverse(f"distlock_monitoring:{name}")
-    assert Client().post(address, headers=BEARER).status_code == 405
-    assert Client().head(address, headers=BEARER).status_code == 200
-    with override_settings(MIDDLEWARE=[]):
-        response = get(name, BEARER)
-        assert response.status_code == 200
-        assert response.headers["Cache-Control"] == "no-store"
-        refused(get(name), 401)
+    for name in NAMES:
+        address = reverse(f"distlock_monitoring:{name}")
+        assert Client().post(address, headers=BEARER).status_code == 405
+        assert Client().head(address, headers=BEARER).status_code == 200
+        with override_settings(MIDDLEWARE=[]):
+            response = get(name, BEARER)
+            assert response.status_code == 200
+            assert response.headers["Cache-Control"] == "no-store"
+            refused(get(name), 401)
 
 
 # What is answered
@@ -180,14 +171,14 @@ def test_store_that_is_away_is_503() -> None:
         assert b"127.0.0.1" not in each.content
 
 
-@each_endpoint
-def test_no_transaction_is_opened_on_the_way(name: str) -> None:
+def test_no_transaction_is_opened_on_the_way() -> None:
     """Each database may have `ATOMIC_REQUESTS`, and be the one that is down."""
-    view = resolve(reverse(f"distlock_monitoring:{name}")).func
     with ExitStack() as stack:
         for each in connections:
             stack.enter_context(patch.dict(connections.settings[each], ATOMIC_REQUESTS=True))
-        assert BaseHandler().make_view_atomic(view) is view
+        for name in NAMES:
+            view = resolve(reverse(f"distlock_monitoring:{name}")).func
+            assert BaseHandler().make_view_atomic(view) is view, name
 
 
 def test_health_recovers_where_no_thread_could_be_started() -> None:

@@ -37,7 +37,7 @@ from django_distlock.core.declarations import declared
 from django_distlock.core.keys import own_key
 from django_distlock.scheduling import Skipped, scheduled
 from django_distlock.testing import advance, lose_connection, memory_locks
-from tests.contract.helpers import Later, at_once, prompt
+from tests.contract.helpers import Later, at_once, prompt, there
 from tests.contract.locking import eventually
 from tests.processes import spawn
 
@@ -142,27 +142,17 @@ def test_key_stays_taken_for_the_window() -> None:
 
 
 @memory_locks()
-@pytest.mark.parametrize(
-    ("options", "ttl"),
-    [
-        ({"expected": 20}, 30),
-        ({"expected": timedelta(minutes=1), "margin": 5}, 65),
-        ({"expected": 20, "margin": 0}, 20),
-    ],
-)
-def test_ttl_is_the_expected_time_and_the_margin(options: dict[str, Any], ttl: float) -> None:
+def test_ttl_is_the_expected_time_and_the_margin() -> None:
     """The margin is half of the expected time unless it is given."""
     seen = []
 
-    @scheduled("ttl", **options)
     def work() -> None:
-        """Look at the lease."""
-        lease = current_lease()
-        assert lease is not None
-        seen.append(lease.remaining())
+        seen.append(there(current_lease()).remaining())
 
-    work()
-    assert seen[0] == pytest.approx(ttl, abs=0.5)
+    scheduled("by itself", expected=20)(work)()
+    scheduled("given", expected=timedelta(minutes=1), margin=5)(work)()
+    scheduled("none", expected=20, margin=0)(work)()
+    assert seen == pytest.approx([30, 65, 20], abs=0.5)
 
 
 def test_every_node_runs_what_is_local(key: str) -> None:
@@ -200,21 +190,16 @@ def test_prefers_global_and_each_process_runs(key: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [MEMORY, DATABASE], ids=["one process", "distributed"])
-@pytest.mark.parametrize("scope", [RunScope.REQUIRE_GLOBAL, RunScope.PREFER_GLOBAL])
-def test_alias_that_is_misspelt_runs_nowhere(scope: RunScope, backend: dict[str, str]) -> None:
+def test_alias_that_is_misspelt_runs_nowhere(backend: dict[str, str]) -> None:
     """It is a mistake of the project, and raised: neither the work runs nor is the tick skipped."""
-    work = tick("misspelt", scope=scope, backend="jbos")
-
-    @scheduled("misspelt", scope=scope, backend="jbos", expected=5)
-    async def asynchronous() -> None:
-        """Note that it runs."""
-        RUNS.append("asynchronous")
-
-    with override_settings(DISTLOCK={"jobs": backend}):
-        with pytest.raises(InvalidLockBackend, match=r"'jbos' is not configured.*'jobs'"):
-            work()
-        with pytest.raises(InvalidLockBackend, match="jbos"):
-            asyncio.run(asynchronous())
+    for scope in (RunScope.REQUIRE_GLOBAL, RunScope.PREFER_GLOBAL):
+        for made in BOTH:
+            work = made("misspelt", scope=scope, backend="jbos")
+            with (
+                override_settings(DISTLOCK={"jobs": backend}),
+                pytest.raises(InvalidLockBackend, match=r"'jbos' is not configured.*'jobs'"),
+            ):
+                work()
     assert RUNS == []
 
 
@@ -230,6 +215,10 @@ def tick_in_async(name: str, **options: Any) -> Any:
     return lambda: asyncio.run(work())
 
 
+#: Work that is called, and work that is awaited.
+BOTH = (tick, tick_in_async)
+
+
 @contextmanager
 def locked_table() -> Iterator[psycopg.Connection[Any]]:
     """Lock the table of locks as `VACUUM FULL` and migrations do."""
@@ -239,23 +228,24 @@ def locked_table() -> Iterator[psycopg.Connection[Any]]:
         yield raw
 
 
-@pytest.mark.parametrize("made", [tick, tick_in_async], ids=["called", "awaited"])
 @pytest.mark.parametrize("trouble", [locked_table, lose_connection])
 def test_trouble_of_the_store_is_no_other_node(
-    key: str, made: Any, trouble: Any, caplog: pytest.LogCaptureFixture
+    key: str, trouble: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody knows whether another one does the work, so it is not left to it: an error."""
-    for scope in (RunScope.REQUIRE_GLOBAL, RunScope.PREFER_GLOBAL):
-        with trouble():
-            skipped = Later(made(key, scope=scope, margin=0)).result()
-        assert isinstance(skipped, Skipped)
-        assert isinstance(skipped.why, BackendUnavailable)
-        assert RUNS == []
-        assert any(each.levelno == logging.ERROR and key in each.message for each in caplog.records)
-        caplog.clear()
+    scopes = (RunScope.REQUIRE_GLOBAL, RunScope.PREFER_GLOBAL)
+    with trouble():
+        for work in [made(key, scope=each, margin=0) for made in BOTH for each in scopes]:
+            skipped = Later(work).result()
+            assert isinstance(skipped, Skipped)
+            assert isinstance(skipped.why, BackendUnavailable)
+            errors = [each.message for each in caplog.records if each.levelno == logging.ERROR]
+            assert any(key in each for each in errors)
+            caplog.clear()
+    assert RUNS == []
 
 
-@pytest.mark.parametrize("made", [tick, tick_in_async], ids=["called", "awaited"])
+@pytest.mark.parametrize("made", BOTH, ids=["called", "awaited"])
 def test_tick_is_tried_again_in_its_margin(
     key: str, made: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -338,27 +328,19 @@ def test_asynchronous_work(key: str) -> None:
     assert third is True
 
 
-@pytest.mark.parametrize(
-    ("backend", "scope", "warns"),
-    [
-        (MEMORY, RunScope.REQUIRE_GLOBAL, True),
-        (MEMORY, RunScope.PREFER_GLOBAL, False),
-        (MEMORY, RunScope.NODE_LOCAL, False),
-        (DATABASE, RunScope.REQUIRE_GLOBAL, False),
-    ],
-)
-def test_check_warns_of_a_lock_that_no_other_node_sees(
-    backend: dict[str, str], scope: RunScope, warns: bool
-) -> None:
+def test_check_warns_of_a_lock_that_no_other_node_sees() -> None:
     """W003 names the schedule and the setting, and nothing else is warned of."""
-    with override_settings(DISTLOCK={"default": backend}):
-        work = tick("report", scope=scope)
-        found = [each for each in checks.run_checks() if each.id == "distlock.W003"]
-    assert bool(found) is warns
-    if warns:
-        assert "'report'" in found[0].msg
-        assert "DISTLOCK['default']" in found[0].msg
-    del work
+    works = [tick(scope.name, scope=scope) for scope in RunScope]
+    found: list[list[str]] = []
+    for backend in (MEMORY, DATABASE):
+        with override_settings(DISTLOCK={"default": backend}):
+            warned = [each for each in checks.run_checks() if each.id == "distlock.W003"]
+        found.append([each.msg for each in warned])
+    (message,), none = found
+    assert "'REQUIRE_GLOBAL'" in message
+    assert "DISTLOCK['default']" in message
+    assert none == []
+    del works
 
 
 def test_jitter_spreads_the_load(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,9 +354,9 @@ def test_jitter_spreads_the_load(key: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 <= min(slept) < 2 < 3 < max(slept) <= 5
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_arguments_that_cannot_be() -> None:
+    """They are refused where the decorator stands."""
+    bad: list[dict[str, Any]] = [
         {"scope": "global"},
         {"expected": 0},
         {"expected": -1},
@@ -392,12 +374,10 @@ def test_jitter_spreads_the_load(key: str, monkeypatch: pytest.MonkeyPatch) -> N
         {"every": True},
         # Each node runs it itself: there is no interval to watch.
         {"every": 60, "scope": RunScope.NODE_LOCAL},
-    ],
-)
-def test_arguments_that_cannot_be(options: dict[str, Any]) -> None:
-    """They are refused where the decorator stands."""
-    with pytest.raises(InvalidArgument):
-        tick("bad", **options)
+    ]
+    for options in bad:
+        with pytest.raises(InvalidArgument):
+            tick("bad", **options)
 
 
 def test_what_was_skipped_is_json(key: str) -> None:

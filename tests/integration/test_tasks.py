@@ -343,9 +343,13 @@ def test_two_limits_queue_the_task_again(tasks: Tasks, key: str) -> None:
     assert tasks.work(tasks.queue()[-1])["held"] is True
 
 
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
+def test_arguments_that_cannot_be() -> None:
+    """They are refused where the decorator stands, and named."""
+
+    def body(key: str) -> None:
+        pass
+
+    bad: list[tuple[dict[str, Any], str]] = [
         ({}, "takes a key, or several"),
         ({"key": "k", "locks": ["k"]}, "not both"),
         ({"locks": []}, "list of keys and permits"),
@@ -360,16 +364,10 @@ def test_two_limits_queue_the_task_again(tasks: Tasks, key: str) -> None:
         ({"key": "k", "ttl": -1}, "ttl"),
         ({"key": "k", "retry": 5}, "retry"),
         ({"key": "k", "backend": 5}, "backend"),
-    ],
-)
-def test_arguments_that_cannot_be(options: dict[str, Any], rule: str) -> None:
-    """They are refused where the decorator stands, and named."""
-
-    def body(key: str) -> None:
-        pass
-
-    with pytest.raises(InvalidArgument, match=rule):
-        locked_task(**options)(body)
+    ]
+    for options, rule in bad:
+        with pytest.raises(InvalidArgument, match=rule):
+            locked_task(**options)(body)
 
 
 def test_task_is_not_queued_for_ever(tasks: Tasks, taken: str) -> None:
@@ -487,14 +485,13 @@ def asked_for(key: str) -> bool:
     return HeldLock.objects.filter(key=key, wanted=True).exists()
 
 
-@pytest.mark.parametrize(
-    ("on_conflict", "wait"), [("wait", 5), ("raise", 0), ("skip", 0), ("retry", 0), ("run", 0)]
-)
-def test_wait_by_default(on_conflict: Any, wait: float) -> None:
+def test_wait_by_default() -> None:
     """One attempt, for a worker that waits works for nobody; a few seconds if it is to wait."""
     about: dict[str, Any] = {"on_unavailable": "raise", "max_wait": 1}
-    assert jobs.Rules.of(on_conflict=on_conflict, **about).lock.wait == wait
-    assert jobs.Rules.of(on_conflict=on_conflict, wait=2, **about).lock.wait == 2
+    policies: dict[Any, float] = {"wait": 5, "raise": 0, "skip": 0, "retry": 0, "run": 0}
+    for on_conflict, wait in policies.items():
+        assert jobs.Rules.of(on_conflict=on_conflict, **about).lock.wait == wait
+        assert jobs.Rules.of(on_conflict=on_conflict, wait=2, **about).lock.wait == 2
 
 
 @pytest.mark.parametrize("task", [running, async_running], ids=NAME)
