@@ -244,7 +244,7 @@ MUTANTS = (
         "the collation ignores trailing spaces", "mariadb", "django_distlock/database/fields.py",
         old=r"utf8mb4_nopad_bin", new="utf8mb4_bin",
         test="tests/integration/test_mysql.py::test_texts_that_look_alike_are_different_rows",
-        case="storage_key",
+        case="",
     ),
     Mutant(
         "fences forget their floor", "postgres", ACQUIRE,
@@ -864,7 +864,7 @@ MUTANTS = (
         "postgres", "django_distlock/locks/policy.py",
         old=r"if entered:\n            raise", new=r"if False:\n            raise",
         test="tests/integration/test_tasks.py::test_conflict_of_the_bodys_own_is_raised",
-        case="django_tasks",
+        case="",
     ),
     Mutant(
         "a shortened lease is free before its holder knows", "postgres", RECORDS,
@@ -912,7 +912,7 @@ MUTANTS = (
     Mutant(
         "one spoiled record hides the others", "redis", "django_distlock/backends/redis/store.py",
         old=r"except \(LockError, \*SPOILED\) as error:", new="except ZeroDivisionError as error:",
-        test="tests/integration/test_spoiled_records.py::test_dashboard_shows_it", case="no fence",
+        test="tests/integration/test_spoiled_records.py::test_dashboard_shows_them", case="",
     ),
     Mutant(
         "one spoiled record hides the others", "postgres", MANAGERS,
@@ -1005,7 +1005,7 @@ MUTANTS = (
         "postgres", "django_distlock/scheduling.py",
         old=r"if noted is None:", new="if noted:",
         test="tests/integration/test_metrics_prometheus.py::test_schedule_that_nothing_starts_is_overdue",
-        case="False-{backend}",
+        case="",
     ),
     Mutant(
         "a Redis with other data is taken for the same one",
@@ -1019,6 +1019,7 @@ MUTANTS = (
         "redis", "django_distlock/contrib/metrics/gauges.py",
         old=r" or holder.leads", new="",
         test="tests/integration/test_metrics_prometheus.py::test_oldest_holding_has_its_age_by_prefix",
+        case="",
     ),
     Mutant(
         "the time in the queue counts as silence of the store", "all",

@@ -44,7 +44,6 @@ from tests.shop.models import Account
 
 from .operating import ALIASES, DEAD
 
-each_backend = pytest.mark.parametrize("alias", ALIASES)
 #: Those that are shared.
 STORES = ALIASES[1:]
 
@@ -78,19 +77,26 @@ def of(key: str, alias: str = "memory") -> dict[str, str]:
     return {"backend": alias, "prefix": key}
 
 
+def alone(key: str, aliases: list[str]) -> override_settings:
+    """Configure these backends, each without the keys of other tests."""
+    return override_settings(
+        DISTLOCK={each: {**settings.DISTLOCK[each], "KEY_PREFIX": key} for each in aliases}
+    )
+
+
 # What signals tell
 
 
-@each_backend
-def test_acquire_and_release_are_counted_and_timed(key: str, alias: str, scraped: Scraped) -> None:
+def test_acquire_and_release_are_counted_and_timed(key: str, scraped: Scraped) -> None:
     """One outcome, one wait, one hold, whatever the backend."""
-    with distlock(f"{key}:1", backend=alias):
-        time.sleep(0.05)
-    labels = of(key, alias)
-    assert scraped.value("acquire_total", outcome="acquired", **labels) == 1
-    assert scraped.value("wait_seconds_count", **labels) == 1
-    assert scraped.value("hold_seconds_count", **labels) == 1
-    assert (scraped.value("hold_seconds_sum", **labels) or 0) >= 0.05
+    for alias in ALIASES:
+        with distlock(f"{key}:1", backend=alias):
+            time.sleep(0.05)
+        labels = of(key, alias)
+        assert scraped.value("acquire_total", outcome="acquired", **labels) == 1, alias
+        assert scraped.value("wait_seconds_count", **labels) == 1, alias
+        assert scraped.value("hold_seconds_count", **labels) == 1, alias
+        assert there(scraped.value("hold_seconds_sum", **labels)) >= 0.05, alias
 
 
 def test_refusal_says_why(key: str, scraped: Scraped) -> None:
@@ -127,18 +133,16 @@ def test_cancelled_acquire_is_an_outcome(key: str, scraped: Scraped) -> None:
     assert scraped.value("acquire_total", outcome="cancelled", **of(key)) == 1
 
 
-@each_backend
-def test_lease_that_was_taken_away_is_lost_and_forced(
-    key: str, alias: str, scraped: Scraped
-) -> None:
+def test_lease_that_was_taken_away_is_lost_and_forced(key: str, scraped: Scraped) -> None:
     """An operator takes a key: that is counted, and so is the loss, with its cause."""
-    lock = distlock(f"{key}:1", backend=alias)
     by: dict[str, Any] = {"actor": "Ada", "reason": "it hangs"}
-    with pytest.raises(LockLost), lock:
-        assert Later(force_release, lock.key, backend=alias, **by).result().is_done
-    labels = of(key, alias)
-    assert scraped.value("forced_total", **labels) == 1
-    assert scraped.value("lost_total", cause="gone", **labels) == 1
+    for alias in ALIASES:
+        lock = distlock(f"{key}:1", backend=alias)
+        with pytest.raises(LockLost), lock:
+            assert Later(force_release, lock.key, backend=alias, **by).result().is_done
+        labels = of(key, alias)
+        assert scraped.value("forced_total", **labels) == 1, alias
+        assert scraped.value("lost_total", cause="gone", **labels) == 1, alias
     event_log.finish()
 
 
@@ -270,24 +274,22 @@ def test_own_function_names_nothing_of_clients(key: str) -> None:
     prometheus.uninstall(scraped.registry)
 
 
-@each_backend
-def test_own_keys_are_told_apart(key: str, alias: str) -> None:
+def test_own_keys_are_told_apart(key: str) -> None:
     """A schedule is told by its name, and by its kind alone where that comes from a caller."""
     scraped = Scraped()
 
-    @scheduled(key, expected=20, hold=False, backend=alias)
+    @scheduled(key, expected=20, hold=False, backend="memory")
     def tick() -> None:
         """Run."""
 
-    @scheduled(key + "-{of}", expected=20, hold=False, backend=alias)
+    @scheduled(key + "-{of}", expected=20, hold=False, backend="memory")
     def tick_of(of: str) -> None:
         """Run for somebody."""
 
     tick()
     tick_of("jane@example.org")
-    for prefix in (f"\u2329schedule:{key}", "\u2329schedule"):
-        value = scraped.value("acquire_total", outcome="acquired", **of(prefix, alias))
-        assert value == 1
+    assert acquired(scraped, f"\u2329schedule:{key}") == 1
+    assert acquired(scraped, "\u2329schedule") == 1
     prometheus.uninstall(scraped.registry)
 
 
@@ -305,15 +307,14 @@ def test_prefixes_are_bounded(key: str) -> None:
     prometheus.uninstall(scraped.registry)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"named": "invoice"}, {"named": [1]}, {"named": 5}, {"prefixes": -1}, {"prefixes": True}],
-    ids=str,
-)
-def test_bad_options_are_refused(options: dict[str, Any]) -> None:
+def test_bad_options_are_refused() -> None:
     """A mistake is told at once, and nothing is connected."""
-    with pytest.raises(InvalidArgument, match=next(iter(options))):
-        prometheus.install(CollectorRegistry(), **options)
+    bad: list[dict[str, Any]] = [
+        {"named": "invoice"}, {"named": [1]}, {"named": 5}, {"prefixes": -1}, {"prefixes": True},
+    ]  # fmt: skip
+    for options in bad:
+        with pytest.raises(InvalidArgument, match=next(iter(options))):
+            prometheus.install(CollectorRegistry(), **options)
 
 
 def test_second_install_changes_nothing(key: str, scraped: Scraped) -> None:
@@ -443,72 +444,74 @@ def test_work_behind_its_lease_is_seen(key: str, scraped: Scraped) -> None:
     assert scraped.value("active_past_expiry", backend="memory") == before
 
 
-@each_backend
-def test_store_says_what_is_held(key: str, alias: str) -> None:
+def test_stores_say_what_is_held(key: str) -> None:
     """Whoever holds it: the stores are asked."""
-    only = {alias: {**settings.DISTLOCK[alias], "KEY_PREFIX": key}}
-    with override_settings(DISTLOCK=only):
-        lease = distlock("a:1", backend=alias).acquire()
+    with alone(key, ALIASES):
+        leases = [distlock("a:1", backend=alias).acquire() for alias in ALIASES]
         scraped = Scraped()
-        assert scraped.value("store_up", backend=alias) == 1
-        assert scraped.value("locks_held", backend=alias) == 1
-        assert scraped.value("held_past_expiry", backend=alias) == 0
-        lease.release()
+        for alias in ALIASES:
+            assert scraped.value("store_up", backend=alias) == 1, alias
+            assert scraped.value("locks_held", backend=alias) == 1, alias
+            assert scraped.value("held_past_expiry", backend=alias) == 0, alias
+        for lease in leases:
+            lease.release()
         prometheus.uninstall(scraped.registry)
 
 
-@pytest.mark.parametrize(
-    "alias", [each for each in ("sqlite", "mariadb", "postgres") if each in ALIASES]
-)
-def test_record_of_a_dead_holder_is_past_its_expiry(key: str, alias: str) -> None:
+def test_record_of_a_dead_holder_is_past_its_expiry(key: str) -> None:
     """It is counted until somebody takes the key; what is kept behind its run is none."""
-    only = {alias: {**settings.DISTLOCK[alias], "KEY_PREFIX": key}}
-    with override_settings(DISTLOCK=only):
-        dead = distlock("a:dead", backend=alias, ttl=0.5).acquire()
-        with distlock("a:kept", backend=alias, min_hold=0.5):
-            pass
+    databases = [each for each in ("sqlite", "mariadb", "postgres") if each in ALIASES]
+    with alone(key, databases):
+        dead = [distlock("a:dead", backend=alias, ttl=0.5).acquire() for alias in databases]
+        for alias in databases:
+            with distlock("a:kept", backend=alias, min_hold=0.5):
+                pass
         time.sleep(0.8)
         scraped = Scraped()
-        assert scraped.value("held_past_expiry", backend=alias) == 1
+        for lease, alias in zip(dead, databases, strict=True):
+            assert scraped.value("held_past_expiry", backend=alias) == 1, alias
+            lease.release()
+            store = lock_backends[alias]
+            assert eventually(
+                lambda s=store: s.cleanup(s.clock()) >= 0 and s.read("a:kept") is None
+            )
         prometheus.uninstall(scraped.registry)
-        dead.release()
-        store = lock_backends[alias]
-        assert eventually(
-            lambda: store.cleanup(store.clock()) >= 0 and store.read("a:kept") is None
-        )
 
 
-@pytest.mark.parametrize("alias", STORES)
-def test_oldest_holding_has_its_age_by_prefix(key: str, alias: str) -> None:
+def test_oldest_holding_has_its_age_by_prefix(key: str) -> None:
     """Of those that somebody works under: no leader, no queued task, and none behind its run."""
-    only = {alias: {**settings.DISTLOCK[alias], "KEY_PREFIX": key}}
-    with override_settings(DISTLOCK=only), ExitStack() as held:
-        store = lock_backends[alias]
-        held.enter_context(distlock("led:1", backend=alias, ttl=60, metadata=dict(LEADER)))
-        if store.supports_ttl:
-            with distlock("kept:1", backend=alias, ttl=60, hold=True):
-                pass
-            queued = Holder(host="here", task_id="1")
-            store.acquire(own_key("unique:queued"), new_token(), 60, queued)
-        first = held.enter_context(distlock("a:1", backend=alias, ttl=60))
-        held.enter_context(distlock("a:2", backend=alias, ttl=60))
-        since = store.read("a:1").acquired_at  # type: ignore[union-attr]
-        assert first.held
+    with alone(key, STORES), ExitStack() as held:
+        for alias in STORES:
+            store = lock_backends[alias]
+            held.enter_context(distlock("led:1", backend=alias, ttl=60, metadata=dict(LEADER)))
+            if store.supports_ttl:
+                with distlock("kept:1", backend=alias, ttl=60, hold=True):
+                    pass
+                queued = Holder(host="here", task_id="1")
+                store.acquire(own_key("unique:queued"), new_token(), 60, queued)
+            held.enter_context(distlock("a:1", backend=alias, ttl=60))
+            held.enter_context(distlock("a:2", backend=alias, ttl=60))
+        since = {each: there(lock_backends[each].read("a:1")).acquired_at for each in STORES}
         scraped = Scraped(named=["led", "kept", "a", "\u2329unique:queued"])
-        least = (store.clock() - since).total_seconds()
-        found = scraped.value("oldest_holding_seconds", backend=alias, prefix="a")
-        most = (store.clock() - since).total_seconds()
-        assert least <= there(found) <= most
-        ages = scraped.text().count("distlock_oldest_holding_seconds{")
+
+        def ages() -> dict[str, float]:
+            return {
+                alias: (lock_backends[alias].clock() - began).total_seconds()
+                for alias, began in since.items()
+            }
+
+        least = ages()
+        text = scraped.text()
+        most = ages()
+        for alias in STORES:
+            found = scraped.value("oldest_holding_seconds", backend=alias, prefix="a")
+            assert least[alias] <= there(found) <= most[alias], alias
         prometheus.uninstall(scraped.registry)
-    assert ages == 1
+    assert text.count("distlock_oldest_holding_seconds{") == len(STORES)
 
 
-@pytest.mark.parametrize("alias", STORES)
-@pytest.mark.parametrize("awaited", [False, True])
-def test_schedule_that_nothing_starts_is_overdue(key: str, alias: str, awaited: bool) -> None:
+def test_schedule_that_nothing_starts_is_overdue(key: str) -> None:
     """Every process that knows it says so, from the store, until any node has run it."""
-    name = own_key(f"schedule:{key}")
 
     def work() -> str:
         return "done"
@@ -516,25 +519,35 @@ def test_schedule_that_nothing_starts_is_overdue(key: str, alias: str, awaited: 
     async def work_async() -> str:
         return "done"
 
-    decorate = scheduled(key, expected=20, margin=10, every=60, backend=alias, hold=False)
-    tick: Any = decorate(work_async) if awaited else decorate(work)
+    about: dict[str, Any] = {"expected": 20, "margin": 10, "every": 60, "hold": False}
+    called = {each: scheduled(f"{key}-{each}", backend=each, **about)(work) for each in STORES}
+    awaited = {
+        each: scheduled(f"{key}-{each}-async", backend=each, **about)(work_async) for each in STORES
+    }
+    names = [(each, f"{key}-{each}{more}") for each in STORES for more in ("", "-async")]
 
-    def late() -> float | None:
+    def late() -> list[float]:
         # What a scrape was told is good for some seconds.
-        with override_settings(DISTLOCK={alias: settings.DISTLOCK[alias]}):
+        with override_settings(DISTLOCK={each: settings.DISTLOCK[each] for each in STORES}):
             scraped = Scraped()
-            found = scraped.value("schedule_overdue_seconds", backend=alias, prefix=name)
+            found = [
+                scraped.value("schedule_overdue_seconds", **of(own_key(f"schedule:{name}"), alias))
+                for alias, name in names
+            ]
             prometheus.uninstall(scraped.registry)
-            return found
+            return [there(each) for each in found]
 
-    store = lock_backends[alias]
-    assert late() == 0, "a new one counts from now on"
-    long_ago = store.clock() - timedelta(seconds=60 + 30 + 500)
-    store.notes.put(name, int(long_ago.timestamp() * 1000), 3600)
-    found = there(late())
-    assert 500 <= found < 560
-    assert (asyncio.run(tick()) if awaited else tick()) == "done"
-    assert late() == 0
+    assert late() == [0] * len(names), "new ones count from now on"
+    for alias, name in names:
+        store = lock_backends[alias]
+        long_ago = store.clock() - timedelta(seconds=60 + 30 + 500)
+        store.notes.put(own_key(f"schedule:{name}"), int(long_ago.timestamp() * 1000), 3600)
+    found = late()
+    assert 500 <= min(found) <= max(found) < 560
+    for alias in STORES:
+        assert called[alias]() == "done"
+        assert asyncio.run(awaited[alias]()) == "done"
+    assert late() == [0] * len(names)
 
 
 def test_store_that_fails_is_a_number_and_no_failed_scrape(key: str) -> None:

@@ -142,18 +142,16 @@ def engines(using: str) -> dict[str, str]:
     )
 
 
-@pytest.mark.parametrize("how", ["migrate", "sqlmigrate"])
 @pytest.mark.parametrize("engine", ["MyISAM", "Aria"])
-def test_tables_are_transactional_whatever_the_default(mysql: str, engine: str, how: str) -> None:
+def test_tables_are_transactional_whatever_the_default(mysql: str, engine: str) -> None:
     """Row locks need InnoDB: our tables ask for it, and the tables of others keep what they had."""
     with default_engine(mysql, engine) as alias:
-        if how == "migrate":
-            migrate(alias)
-        else:
-            run_script(alias, sqlmigrate(alias))
-        assert {engines(alias)[table] for table in TABLES} == {"InnoDB"}
-        assert ask(alias, "SELECT @@default_storage_engine") == [(engine,)]
-        assert lock_and_release(alias) == 1
+        for make in (migrate, lambda using: run_script(using, sqlmigrate(using))):
+            make(alias)
+            assert {engines(alias)[table] for table in TABLES} == {"InnoDB"}
+            assert ask(alias, "SELECT @@default_storage_engine") == [(engine,)]
+            assert lock_and_release(alias) == 1
+            migrate(alias, "zero")
 
 
 @pytest.mark.parametrize("engine", ["MyISAM", "Aria"])
@@ -208,20 +206,17 @@ def test_key_columns_compare_bytes_and_have_one_index(using: str) -> None:
 ALIKE = ["a", "A", "á", "ä", "a ", " a", "a  ", "a\t", "\uff41", "ß", "ss"]
 
 
-@pytest.mark.parametrize("column", ["storage_key", "token"])
-def test_texts_that_look_alike_are_different_rows(using: str, column: str) -> None:
+def test_texts_that_look_alike_are_different_rows(using: str) -> None:
     """The server tells case, accents and trailing spaces apart, in rows and in questions."""
     rows = HeldLock.objects.using(using)
-    for number, text in enumerate(ALIKE):
-        name, token = f"key-{number}", f"token-{number}"
-        rows.create(
-            storage_key=text if column == "storage_key" else name,
-            token=text if column == "token" else token,
-            key=text, fence=1, acquired_at=LONG_AGO, renewed_at=LONG_AGO, holder_host="host",
-        )  # fmt: skip
+    about = {"fence": 1, "acquired_at": LONG_AGO, "renewed_at": LONG_AGO, "holder_host": "host"}
     for text in ALIKE:
-        assert rows.get(**{column: text}).key == text
-        assert ask(using, f"SELECT {column} FROM {LOCKS} WHERE {column} = %s", text) == [(text,)]
+        rows.create(storage_key=text, token=text, key=text, **about)
+    for text in ALIKE:
+        for column in ("storage_key", "token"):
+            assert rows.get(**{column: text}).key == text
+            query = f"SELECT {column} FROM {LOCKS} WHERE {column} = %s"
+            assert ask(using, query, text) == [(text,)]
 
 
 def test_database_of_another_character_set_takes_any_text(store: DatabaseStore, key: str) -> None:
@@ -305,20 +300,11 @@ def is_busy(answer: object) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("bound", "number"),
-    [
-        pytest.param(1, LOCK_WAIT_TIMEOUT, id="whole second"),
-        pytest.param(0.2, MAX_STATEMENT_TIME, id="part of a second"),
-        pytest.param(0, LOCK_WAIT_TIMEOUT, id="at once"),
-    ],
-)
-@pytest.mark.parametrize(
     ("operation", "what"), [*((each, "row") for each in WAITING), ("acquire", "table")]
 )
 def test_what_somebody_locks_is_busy(
-    store: DatabaseStore, stranger: MariaDB, key: str, operation: str, what: str, bound: float,
-    number: int,
-) -> None:  # fmt: skip
+    store: DatabaseStore, stranger: MariaDB, key: str, operation: str, what: str
+) -> None:
     """However the wait ends, for a row or a backup's table, it is busy and nothing was changed."""
     backend = store.backend
     grant = take(backend, key)
@@ -328,10 +314,15 @@ def test_what_somebody_locks_is_busy(
     else:
         # For which the server by itself would wait a day.
         stranger.hold_table()
-    with prompt(bound), errors_on(store.registered.using) as errors:
-        assert is_busy(OPERATIONS[operation](backend, grant, bound))
-    # A block waits for whole seconds, or not at all.
-    assert errors == {LOCK_WAIT_TIMEOUT if operation in BLOCKS else number}
+    for bound, number in (
+        (1, LOCK_WAIT_TIMEOUT),
+        (0.2, MAX_STATEMENT_TIME),
+        (0, LOCK_WAIT_TIMEOUT),
+    ):
+        with prompt(bound), errors_on(store.registered.using) as errors:
+            assert is_busy(OPERATIONS[operation](backend, grant, bound)), bound
+        # A block waits for whole seconds, or not at all.
+        assert errors == {LOCK_WAIT_TIMEOUT if operation in BLOCKS else number}, bound
     stranger.rollback()
     assert held(backend, key) == before
     assert not is_busy(OPERATIONS[operation](backend, grant, 1))
@@ -389,49 +380,40 @@ def answered_as_by_mysql(using: str) -> Iterator[list[str]]:
         yield refused
 
 
-@pytest.mark.parametrize(
-    ("number", "busy"),
-    [
-        (LOCK_WAIT_TIMEOUT, True),
-        (DEADLOCK, True),
-        (MAX_STATEMENT_TIME, True),
-        (NOWAIT, True),
-        (1062, False),  # duplicate
-        (2006, False),  # the server has gone away
-    ],
-)
-def test_numbers_that_say_that_others_are_in_the_way(number: int, busy: bool) -> None:
+def test_numbers_that_say_that_others_are_in_the_way() -> None:
     """Those of both servers, wherever Django has put the driver's error."""
-    error = OperationalError(number, "as Django says it")
-    error.__cause__ = services.mysql_driver().OperationalError(number, "as the driver says it")
-    assert MySQL(connections["default"], "default").is_busy(error) is busy
+    in_the_way = [LOCK_WAIT_TIMEOUT, DEADLOCK, MAX_STATEMENT_TIME, NOWAIT]
+    duplicate, gone_away = 1062, 2006
+    busy = []
+    for number in (*in_the_way, duplicate, gone_away):
+        error = OperationalError(number, "as Django says it")
+        error.__cause__ = services.mysql_driver().OperationalError(number, "as the driver says it")
+        if MySQL(connections["default"], "default").is_busy(error):
+            busy.append(number)
+    assert busy == in_the_way
 
 
-@pytest.mark.parametrize("operation", ["acquire", "takeover", "force_release", "pause"])
-def test_row_that_mysql_refuses_at_once_is_busy(
-    orm_store: DatabaseStore, key: str, operation: str
-) -> None:
-    """MySQL's answer to NOWAIT is contention, as MariaDB's is, and no store that is away."""
-    backend, using = orm_store.backend, orm_store.registered.using
-    grant = take(backend, key)
-    before = held(backend, key)
-    with errors_on(using) as errors, answered_as_by_mysql(using) as refused:
-        assert is_busy(OPERATIONS[operation](backend, grant, 1))
-    assert errors == {NOWAIT}
-    assert FENCES in refused[0]
-    assert held(backend, key) == before
-    assert not is_busy(OPERATIONS[operation](backend, grant, 1))
+def test_row_that_mysql_refuses_at_once_is_busy(orm_store: DatabaseStore, key: str) -> None:
+    """MySQL's answer to NOWAIT is contention, as MariaDB's is, and no store that is away.
 
-
-def test_lock_waits_behind_a_row_that_mysql_refuses(orm_store: DatabaseStore, key: str) -> None:
-    """The lock API tries again, also for who does not wait: nobody is known to have the key."""
-    alias, using = orm_store.registered.alias, orm_store.registered.using
-    with answered_as_by_mysql(using) as refused, distlock(key, backend=alias, **PATIENT) as lease:
-        assert lease.held
-    assert len(refused) == 1
-    with answered_as_by_mysql(using) as refused:
-        assert distlock(key, backend=alias, wait=0).acquire().release()
-    assert len(refused) == 1
+    The lock API tries again, also for who does not wait: nobody is known to have the key.
+    """
+    backend, alias = orm_store.backend, orm_store.registered.alias
+    using = orm_store.registered.using
+    for operation in ("acquire", "takeover", "force_release", "pause"):
+        grant = take(backend, f"{key}-{operation}")
+        before = held(backend, grant.key)
+        with errors_on(using) as errors, answered_as_by_mysql(using) as refused:
+            assert is_busy(OPERATIONS[operation](backend, grant, 1)), operation
+        assert errors == {NOWAIT}, operation
+        assert FENCES in refused[0], operation
+        assert held(backend, grant.key) == before
+        assert not is_busy(OPERATIONS[operation](backend, grant, 1))
+    for options in (PATIENT, {"wait": 0}):
+        lock = distlock(key, backend=alias, **options)
+        with answered_as_by_mysql(using) as refused, lock as lease:
+            assert lease.held
+        assert len(refused) == 1
 
 
 def test_slow_server_is_not_contention(using: str, key: str) -> None:
@@ -451,15 +433,15 @@ def test_slow_server_is_not_contention(using: str, key: str) -> None:
 
 
 @pytest.mark.parametrize("settings", ISOLATIONS, ids=str)
-@pytest.mark.parametrize("where", ["outside", "inside"])
 def test_isolation_of_the_alias_is_no_obstacle(
-    shared: str, key: str, settings: dict[str, str | None], where: str
+    shared: str, key: str, settings: dict[str, str | None]
 ) -> None:
     """Whatever isolation the project has chosen, locks protect, and the session keeps it."""
     with alias_like(shared, OPTIONS=settings) as alias, locks_on(alias) as locks:
         level = ask(alias, "SELECT @@tx_isolation")
         assert level != [("READ-COMMITTED",)]
-        exclude_each_other(alias, locks, key, where)
+        for where in ("outside", "inside"):
+            exclude_each_other(alias, locks, f"{key}-{where}", where)
         assert ask(alias, "SELECT @@tx_isolation") == level
 
 
@@ -491,38 +473,38 @@ def variables(using: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in VOLATILE}
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_session_keeps_every_variable(shared: str, key: str, operation: str) -> None:
+def test_session_keeps_every_variable(shared: str, key: str) -> None:
     """Whether an operation works, waits or fails: variables and isolation stay the caller's."""
     with session_of_its_own(shared) as alias, store_on(alias, key) as store:
         backend, stranger = store.backend, store.stranger()
         before = variables(alias)
         assert before["innodb_lock_wait_timeout"] == "37"
-        grant = take(backend, key)
-        rows = Row.objects.using(alias).filter(name=key)
 
-        def assert_unchanged() -> None:
-            assert variables(alias) == before
+        def assert_unchanged(operation: str) -> None:
+            assert variables(alias) == before, operation
             # A snapshot of the caller's stays one.
+            rows = Row.objects.using(alias).filter(name=key)
             with transaction.atomic(using=alias):
                 number = rows.count()
                 Later(Row.objects.using(shared).create, name=key).result()
-                assert rows.count() == number
-            assert rows.count() == number + 1
+                assert rows.count() == number, operation
+            assert rows.count() == number + 1, operation
 
-        ways: list[Callable[[str], None]] = [stranger.hold, stranger.guard]
-        if operation in ("acquire", "extend", "release", "pause", "force_release"):
-            ways.append(lambda _key: stranger.hold_table())
-        for stand_in_the_way in ways:
-            stand_in_the_way(key)
-            for bound in (0, 0.02):
-                OPERATIONS[operation](backend, grant, bound)
-                assert_unchanged()
-            stranger.rollback()
-        store.set_fence(f"{key}-free", FENCE_MAX)
-        with suppress(LockError):
-            OPERATIONS[operation](backend, grant, 1)
-        assert_unchanged()
+        for operation, operate in OPERATIONS.items():
+            grant = take(backend, f"{key}-{operation}")
+            ways: list[Callable[[str], None]] = [stranger.hold, stranger.guard]
+            if operation in ("acquire", "extend", "release", "pause", "force_release"):
+                ways.append(lambda _key: stranger.hold_table())
+            for stand_in_the_way in ways:
+                stand_in_the_way(grant.key)
+                for bound in (0, 0.02):
+                    operate(backend, grant, bound)
+                    assert_unchanged(operation)
+                stranger.rollback()
+            store.set_fence(f"{grant.key}-free", FENCE_MAX)
+            with suppress(LockError):
+                operate(backend, grant, 1)
+            assert_unchanged(operation)
 
 
 def test_limited_selects_hide_no_holder(shared: str, key: str) -> None:

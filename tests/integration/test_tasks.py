@@ -260,12 +260,16 @@ class Tasks:
             self._signals.task_finished.send(sender, task_result=result)
 
 
-@pytest.fixture(params=PACKAGES)
+@pytest.fixture
 def tasks(request: pytest.FixtureRequest, settings: Any) -> Tasks:
-    """Give a package that is installed."""
-    made = Tasks(request.param)
+    """Give the first package, or the one that is asked for."""
+    made = Tasks(getattr(request, "param", PACKAGES[0]))
     settings.TASKS = made.settings
     return made
+
+
+#: For what asks a package, or is told by it. All else is the same code for each.
+EACH_PACKAGE = pytest.mark.parametrize("tasks", PACKAGES, indirect=True)
 
 
 @pytest.fixture
@@ -279,6 +283,7 @@ def taken(key: str) -> Iterator[str]:
 ALL = pytest.mark.parametrize("task", [plain, asynchronous, taking, async_taking], ids=NAME)
 
 
+@EACH_PACKAGE
 @ALL
 def test_task_runs_under_its_lock(tasks: Tasks, task: Any, key: str) -> None:
     """It is held while the body runs, known by the task's id, and free behind it."""
@@ -390,6 +395,7 @@ def test_task_is_not_queued_for_ever(tasks: Tasks, taken: str) -> None:
         tasks.work(task.enqueue(taken, _distlock=[0.0, 2]))
 
 
+@EACH_PACKAGE
 def test_conflict_is_raised_where_the_backend_cannot_defer(tasks: Tasks, taken: str) -> None:
     """Rather than lost: the task has failed, for all to see."""
     result = tasks.now(plain, taken)
@@ -399,6 +405,7 @@ def test_conflict_is_raised_where_the_backend_cannot_defer(tasks: Tasks, taken: 
     assert "Queued again" not in result.errors[0].traceback
 
 
+@EACH_PACKAGE
 def test_retry_is_refused_where_the_backend_cannot_defer(tasks: Tasks, key: str) -> None:
     """At the first run, and not at the first conflict; the error says what to do."""
     result = tasks.now(retrying, key)
@@ -411,6 +418,7 @@ def test_retry_is_refused_where_the_backend_cannot_defer(tasks: Tasks, key: str)
     assert tasks.work(task.enqueue(key))["held"] is True
 
 
+@EACH_PACKAGE
 def test_call_of_the_function_is_not_queued(tasks: Tasks, taken: str) -> None:
     """It is locked, and its caller gets the error, also inside of the body of another task."""
     assert plain.func(f"{taken}:free") == {"held": True, "task_id": None, "more": 7}
@@ -545,6 +553,7 @@ def test_tasks_are_found_by_their_path(tasks: Tasks) -> None:
         assert pickle.loads(pickle.dumps(drill.using(priority=5))).func is drill.func
 
 
+@EACH_PACKAGE
 def test_missing_parentheses_are_told_at_import(
     tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
