@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -27,13 +26,14 @@ WOKEN_WITHIN = 3.0
 pytestmark = pytest.mark.parametrize("backend", ["default", "redis"])
 
 
-@pytest.fixture
-def site(key: str, tmp_path: Path) -> Iterator[Site]:
+@pytest.fixture(scope="module")
+def site(django_db_setup: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Serve the project by one worker, which loads it behind the patches of gevent."""
     if find_spec("gevent") is None:
         without("gevent", "no wheel of gevent for this Python")
+    home = tmp_path_factory.mktemp("gevent")
     with served(
-        tmp_path, "gunicorn", "tests.setups.web.wsgi:application", "--no-control-socket",
+        home, "gunicorn", "tests.setups.web.wsgi:application", "--no-control-socket",
         "--bind", "127.0.0.1:{port}", "--workers", "1", "--worker-class", "gevent",
     ) as made:  # fmt: skip
         yield made

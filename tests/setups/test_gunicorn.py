@@ -42,10 +42,14 @@ def gunicorn(home: Path, kind: str = "sync", **more: Any) -> AbstractContextMana
 
 @kinds
 def test_workers_exclude_each_other(key: str, tmp_path: Path, kind: str) -> None:
-    """Requests in all workers count without a loss, in transactions and without."""
+    """Requests in all workers count without a loss, in transactions and without.
+
+    A worker that is killed while it holds a key blocks it for ttl and grace, not longer.
+    """
     with gunicorn(tmp_path, kind, preload=f"{key} close") as site:
         count(site, key, 60, by=WORKERS)
         count(site, f"{key}:inside", 60, by=WORKERS, inside=1)
+        killed_worker_is_ended_by_the_ttl(site, f"{key}:killed")
 
 
 def test_lease_of_the_master_is_nobody_elses(key: str, tmp_path: Path) -> None:
@@ -82,12 +86,6 @@ def _last_used(application: str) -> dict[int, Any]:
     """Give when each session got its last statement."""
     question = "SELECT pid, query_start FROM pg_stat_activity WHERE application_name = %s"
     return dict(ask("default", question, application))
-
-
-def test_killed_worker_is_ended_by_the_ttl(key: str, tmp_path: Path) -> None:
-    """A worker that is killed while it holds a key blocks it for ttl and grace, not longer."""
-    with gunicorn(tmp_path, "gthread", preload=f"{key} close") as site:
-        killed_worker_is_ended_by_the_ttl(site, key)
 
 
 @kinds

@@ -17,8 +17,8 @@ from tests.integration.databases import ask
 
 from .sessions import close_ours, named, sessions
 
-ages = pytest.mark.parametrize("age", [0, 60, None])
-health = pytest.mark.parametrize("checks", [False, True], ids=["unchecked", "health checks"])
+#: How long sessions last, and whether Django looks at them before it uses them again.
+aging = pytest.mark.parametrize(("age", "checks"), [(0, False), (60, True), (None, False)])
 
 
 @contextmanager
@@ -42,8 +42,7 @@ def requested() -> Iterator[None]:
     request_finished.send(sender=None)
 
 
-@ages
-@health
+@aging
 def test_lease_outlives_the_request_that_took_it(key: str, age: int | None, checks: bool) -> None:
     """Held over the end of a request, a lease is extended and released in others."""
     with aged(age, key, CONN_HEALTH_CHECKS=checks) as (_using, backend):
@@ -61,10 +60,10 @@ def test_lease_outlives_the_request_that_took_it(key: str, age: int | None, chec
             assert lock.locked() is False
 
 
-@ages
-def test_connections_are_closed_inside_of_a_block(key: str, age: int | None) -> None:
+@aging
+def test_connections_are_closed_inside_of_a_block(key: str, age: int | None, checks: bool) -> None:
     """`close_old_connections()` between acquire and release, also by hand, costs nothing."""
-    with aged(age, key) as (_using, backend):
+    with aged(age, key, CONN_HEALTH_CHECKS=checks) as (_using, backend):
         for close in (close_old_connections, connections.close_all):
             with distlock(key, backend=backend) as lease:
                 close()
@@ -74,8 +73,7 @@ def test_connections_are_closed_inside_of_a_block(key: str, age: int | None) -> 
             assert lease.is_released
 
 
-@ages
-@health
+@aging
 def test_locks_in_transactions_leave_sessions_alone(
     key: str, age: int | None, checks: bool
 ) -> None:
@@ -91,7 +89,7 @@ def test_locks_in_transactions_leave_sessions_alone(
         assert eventually(lambda: not sessions(key), timeout=10)
 
 
-@health
+@pytest.mark.parametrize("checks", [False, True], ids=["unchecked", "health checks"])
 def test_cut_persistent_session_is_replaced(key: str, checks: bool) -> None:
     """The server ends a persistent session between requests: the next one locks all the same."""
     with aged(None, key, CONN_HEALTH_CHECKS=checks) as (_using, backend):

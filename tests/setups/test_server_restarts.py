@@ -49,23 +49,24 @@ def restarted(postgres: Restartable, key: str) -> Iterator[tuple[Restartable, st
             close_ours(backend)
 
 
-@pytest.mark.parametrize("where", ["thread", "transaction", "loop"])
-def test_restart_between_two_locks(
-    key: str, restarted: tuple[Restartable, str, str], where: str
-) -> None:
+def test_restart_between_two_locks(key: str, restarted: tuple[Restartable, str, str]) -> None:
     """Idle sessions have gone with the server; the next lock makes new ones, and fences rise."""
     server, using, backend = restarted
     # A release does not wait for the disk: the plug, pulled a moment later, may undo it.
-    lock = distlock(key, backend=backend, ttl=1, wait=PATIENCE, retry=EAGER)
-    fences = [_fence(lock, using, where)]
+    locks = {
+        where: distlock(f"{key}:{where}", backend=backend, ttl=1, wait=PATIENCE, retry=EAGER)
+        for where in ("thread", "loop", "transaction")
+    }
+    fences = {where: [_fence(lock, using, where)] for where, lock in locks.items()}
     server.stop()
     server.start()
-    if where == "transaction":
-        # That of the thread itself is Django's to replace.
-        connections[using].close()
-    fences += [_fence(lock, using, where) for _ in range(2)]
-    assert fences == [1, 2, 3]
-    assert not Later(lock.locked).result()
+    for where, lock in locks.items():
+        if where == "transaction":
+            # That of the thread itself is Django's to replace.
+            connections[using].close()
+        fences[where] += [_fence(lock, using, where) for _ in range(2)]
+        assert not Later(lock.locked).result()
+    assert fences == {where: [1, 2, 3] for where in locks}
 
 
 def _fence(lock: Lock, using: str, where: str) -> int:
@@ -83,26 +84,27 @@ async def _awaited(lock: Lock) -> int:
         return lease.fence
 
 
-@pytest.mark.parametrize("how", ["extend", "release"])
-def test_lease_outlives_the_server(
-    key: str, restarted: tuple[Restartable, str, str], how: str
-) -> None:
+def test_lease_outlives_the_server(key: str, restarted: tuple[Restartable, str, str]) -> None:
     """A grant was on the disk before it was told: behind a restart it is still the holder's."""
     server, _using, backend = restarted
-    lock = distlock(key, backend=backend, ttl=60, wait=0)
-    lease = lock.acquire()
+    locks = [
+        distlock(f"{key}:{each}", backend=backend, ttl=60, wait=0) for each in ("extend", "release")
+    ]
+    leases = [lock.acquire() for lock in locks]
     server.stop()
-    with pytest.raises(BackendUnavailable):
-        lease.extend()
-    # What the store cannot say is not known; by its deadline the lease is held.
-    assert lease.held
+    for lease in leases:
+        with pytest.raises(BackendUnavailable):
+            lease.extend()
+        # What the store cannot say is not known; by its deadline the lease is held.
+        assert lease.held
     server.start()
-    assert Later(_refused, lock).result(PATIENCE)
-    if how == "extend":
-        lease.extend()
+    for lock in locks:
         assert Later(_refused, lock).result(PATIENCE)
-    assert lease.release() is True
-    assert lock.acquire().fence == lease.fence + 1
+    leases[0].extend()
+    assert Later(_refused, locks[0]).result(PATIENCE)
+    for lock, lease in zip(locks, leases, strict=True):
+        assert lease.release() is True
+        assert lock.acquire().fence == lease.fence + 1
 
 
 def _refused(lock: Lock) -> bool:

@@ -50,37 +50,27 @@ def uwsgi(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_exclude_each_other(key: str, tmp_path: Path, kind: str) -> None:
-    """Requests in all workers count without a loss, in transactions and without."""
+    """Requests in all workers count without a loss, in transactions and without.
+
+    What a rollback gives up is released behind the request, by a thread of ours.
+    """
     # Lazy workers have no master that could lock for them.
     with uwsgi(tmp_path, kind=kind, preload="" if kind == "lazy" else f"{key} close") as site:
         count(site, key, 60, by=WORKERS)
         count(site, f"{key}:inside", 60, by=WORKERS, inside=1)
+        assert site.get("give_up", key=f"{key}:rolled back")["fence"] == 1
+        free = distlock(f"{key}:rolled back", wait=0)
+        assert eventually(lambda: grantable(free), timeout=10)
         assert "killed by signal" not in site.said()
 
 
-@pytest.mark.parametrize("kind", ["processes", "threads"])
-def test_lock_of_a_transaction_that_is_rolled_back_is_free(
-    key: str, tmp_path: Path, kind: str
-) -> None:
-    """What a rollback gives up is released behind the request, by a thread of ours."""
-    lock = distlock(key, wait=0)
-    with uwsgi(tmp_path, kind=kind) as site:
-        assert site.get("give_up", key=key)["fence"] == 1
-        assert eventually(lambda: grantable(lock), timeout=10)
-
-
-def test_lease_of_the_master_is_nobody_elses(key: str, tmp_path: Path) -> None:
-    """A worker knows that it is none of its own."""
+def test_lease_is_its_holders_alone(key: str, tmp_path: Path) -> None:
+    """A worker knows that the master's is none of its own; ttl and grace end a killed one's."""
     database = {"CONN_MAX_AGE": None, **named(key)}
     with uwsgi(tmp_path, preload=f"{key} close", database=database) as site:
         masters_lease_is_nobody_elses(site, key)
-    assert eventually(lambda: not sessions(key), timeout=10)
-
-
-def test_killed_worker_is_ended_by_the_ttl(key: str, tmp_path: Path) -> None:
-    """A worker that is killed while it holds a key blocks it for ttl and grace, not longer."""
-    with uwsgi(tmp_path) as site:
         killed_worker_is_ended_by_the_ttl(site, key)
+    assert eventually(lambda: not sessions(key), timeout=10)
 
 
 def test_graceful_reload_leaves_nothing(key: str, tmp_path: Path) -> None:
