@@ -32,7 +32,7 @@ def test_a_dead_holder_from_the_future_is_released(walk: Walk) -> None:
     assert grantable(walk.site, KEY)
 
 
-@incident("clock-jump", "It went forward", "postgresql", "mysql", "sqlite", "redis")
+@incident("clock-jump", "It went forward", "postgresql", "redis")
 def test_a_holder_whose_lease_ended_early_is_ended(walk: Walk) -> None:
     """The page finds the lost lease, and its process is ended while the next one works."""
     with walk.site.start("tests.runbooks.workers:hold_and_go_on", KEY, 6) as early:

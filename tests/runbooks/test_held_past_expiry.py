@@ -42,7 +42,7 @@ def test_traces_of_the_dead_are_removed(walk: Walk) -> None:
     assert records(walk) == 0
 
 
-@incident("held-past-expiry", "Its process is stopped", "postgresql", "mysql", "sqlite")
+@incident("held-past-expiry", "Its process is stopped", "postgresql")
 def test_a_process_that_stands_still_is_ended(walk: Walk) -> None:
     """The page finds the stopped process, and ends it before it goes on."""
     with holder(walk.site, KEY, ttl=1) as process:

@@ -41,7 +41,7 @@ def test_a_process_that_stood_still_is_ended(walk: Walk) -> None:
         end_of(walk, process)
 
 
-@incident("lost-lease", "An operator force-released it", "postgresql", "mysql", "sqlite", "redis")
+@incident("lost-lease", "An operator force-released it", "postgresql", "redis")
 def test_a_holder_whose_key_was_taken_is_ended(walk: Walk) -> None:
     """The page shows who took the key, and why."""
     with walk.site.start("tests.runbooks.workers:hold_and_go_on", KEY, 9) as process:

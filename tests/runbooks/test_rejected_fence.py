@@ -46,7 +46,7 @@ def test_a_late_writer_is_ended(walk: Walk) -> None:
     assert site.run_worker("write", KEY, pk, 6)["fence"] > done["fence"]
 
 
-@incident("rejected-fence", "The counters are behind", "postgresql", "mysql", "sqlite", "redis")
+@incident("rejected-fence", "The counters are behind", "postgresql", "redis")
 def test_counters_that_are_behind_are_raised(walk: Walk) -> None:
     """The page shows a row ahead of its counter; then the next holder writes it."""
     site, ahead = walk.site, AHEAD.get(walk.site.store, 90_000)

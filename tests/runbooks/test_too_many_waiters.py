@@ -39,7 +39,7 @@ def leave_notes(walk: Walk) -> None:
         let_notes_end(walk.site)
 
 
-@incident("too-many-waiters", "Their processes are gone", "postgresql", "mysql", "sqlite")
+@incident("too-many-waiters", "Their processes are gone", "postgresql")
 def test_notes_of_the_dead_are_removed(walk: Walk) -> None:
     """The page finds notes that nobody is behind, and removes them."""
     leave_notes(walk)

@@ -27,7 +27,11 @@ PLANNED: set[Plan] = set()
 
 
 def incident(page: str, way: str, *stores: str) -> Callable[[Any], Any]:
-    """Run a test for a case of a runbook on each of these stores; it gets a `walk`."""
+    """Run a test for a case of a runbook on each of these stores; it gets a `walk`.
+
+    A case whose own blocks are for any store needs one of each kind; each operation that it calls
+    is tried on every store by `tests/contract/test_operators.py`.
+    """
     plans = [Plan(page, way, store) for store in stores]
     PLANNED.update(plans)
     return pytest.mark.parametrize("walk", plans, indirect=True, ids=stores)
