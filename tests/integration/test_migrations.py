@@ -53,8 +53,10 @@ NAMES = pytest.mark.parametrize(
             },
             id="reserved",
         ),
-        pytest.param({"locks": "AcmeLocks", "fences": "AcmeFences"}, id="mixed case"),
-        pytest.param({"locks": f"l_{'x' * 46}", "fences": f"f_{'x' * 46}"}, id="longest"),
+        pytest.param(
+            {"locks": f"AcmeLocks_{'x' * 38}", "fences": f"AcmeFences_{'x' * 37}"},
+            id="longest, mixed case",
+        ),
     ],
 )
 

@@ -203,8 +203,11 @@ def test_model_refuses_to_take_a_fence_back(sqlite: str) -> None:
     assert lock_and_release(sqlite) == 2
 
 
-def test_other_managers_refuse_too(migrated: str) -> None:
-    """What Django itself uses for relations and saving takes no fence back either."""
+def test_counters_go_neither_back_nor_too_far(migrated: str) -> None:
+    """What Django itself uses for relations and saving takes no fence back either.
+
+    No statement writes a fence that does not fit into 15 digits behind the last.
+    """
     lock_and_release(migrated)
     every: list[Any] = [FenceCounter._base_manager, FenceCounter._default_manager]
     rows = [each.using(migrated) for each in every]
@@ -215,6 +218,13 @@ def test_other_managers_refuse_too(migrated: str) -> None:
         with pytest.raises((LockUsageError, DatabaseError)), transaction.atomic(using=migrated):
             each.delete()
     assert lock_and_release(migrated) == 2
+    ask(migrated, f"UPDATE {FENCES} SET fence = %s", FENCE_MAX)
+    with pytest.raises(IntegrityError, match=f"{FENCES}_max"):
+        ask(migrated, f"UPDATE {FENCES} SET fence = %s", FENCE_MAX + 1)
+    with pytest.raises(IntegrityError, match=f"{FENCES}_max"):
+        FenceCounter.objects.using(migrated).create(
+            storage_key="other", key="other", fence=FENCE_MAX + 1
+        )
 
 
 def test_trigger_works_under_any_search_path(server: str) -> None:
@@ -226,18 +236,6 @@ def test_trigger_works_under_any_search_path(server: str) -> None:
     ask(server, f"UPDATE public.{FENCES} SET fence = 10")
     ask(server, "RESET search_path")
     assert lock_and_release(server) == 11
-
-
-def test_fence_above_the_last_is_refused(migrated: str) -> None:
-    """No statement writes a fence that does not fit into 15 digits behind the last."""
-    lock_and_release(migrated)
-    ask(migrated, f"UPDATE {FENCES} SET fence = %s", FENCE_MAX)
-    with pytest.raises(IntegrityError, match=f"{FENCES}_max"):
-        ask(migrated, f"UPDATE {FENCES} SET fence = %s", FENCE_MAX + 1)
-    with pytest.raises(IntegrityError, match=f"{FENCES}_max"):
-        FenceCounter.objects.using(migrated).create(
-            storage_key="other", key="other", fence=FENCE_MAX + 1
-        )
 
 
 # Instants
@@ -335,38 +333,27 @@ def _held(number: int, instant: datetime) -> HeldLock:
     )  # fmt: skip
 
 
-def test_dumped_counters_are_loaded(migrated: str, tmp_path: Path) -> None:
-    """`dumpdata` of one database and `loaddata` into an empty one carry the fences over."""
+def test_dumps_take_no_fence_back(migrated: str, tmp_path: Path) -> None:
+    """An old dump is refused over living counters and seen fences; an empty database takes it."""
+    counters, seen = str(tmp_path / "counters.json"), str(tmp_path / "seen.json")
     lock_and_release(migrated)
     lock_and_release(migrated)
-    dump = tmp_path / "dump.json"
-    call_command("dumpdata", APP, database=migrated, output=str(dump), verbosity=0)
-    assert [each["fields"]["fence"] for each in json.loads(dump.read_text())] == [2]
+    see(Fence("invoice:42", 6), migrated)
+    for path, model in ((counters, "FenceCounter"), (seen, "SeenFence")):
+        call_command("dumpdata", f"{APP}.{model}", database=migrated, output=path, verbosity=0)
+    assert [each["fields"]["fence"] for each in json.loads(Path(counters).read_text())] == [2]
+    lock_and_release(migrated)
+    see(Fence("invoice:42", 7), migrated)
+    with pytest.raises((LockUsageError, DatabaseError)):
+        call_command("loaddata", counters, database=migrated, verbosity=0)
+    # A stale request would pass.
+    with pytest.raises(LockUsageError, match="lowered"):
+        call_command("loaddata", seen, database=migrated, verbosity=0)
+    assert see(Fence("invoice:42", 6), migrated) == 7
+    assert lock_and_release(migrated) == 4
     migrate(migrated, "zero")
     migrate(migrated)
-    call_command("loaddata", str(dump), database=migrated, verbosity=0)
-    assert lock_and_release(migrated) == 3
-
-
-def test_dump_does_not_lower_a_seen_fence(migrated: str, tmp_path: Path) -> None:
-    """An old dump is refused there, too: a stale request would pass."""
-    see(Fence("invoice:42", 6), migrated)
-    dump = tmp_path / "dump.json"
-    call_command("dumpdata", APP, database=migrated, output=str(dump), verbosity=0)
-    see(Fence("invoice:42", 7), migrated)
-    with pytest.raises(LockUsageError, match="lowered"):
-        call_command("loaddata", str(dump), database=migrated, verbosity=0)
-    assert see(Fence("invoice:42", 6), migrated) == 7
-
-
-def test_dump_does_not_overwrite_a_counter(migrated: str, tmp_path: Path) -> None:
-    """An old dump loaded over living counters is refused, and takes no fence back."""
-    lock_and_release(migrated)
-    dump = tmp_path / "dump.json"
-    call_command("dumpdata", APP, database=migrated, output=str(dump), verbosity=0)
-    lock_and_release(migrated)
-    with pytest.raises((LockUsageError, DatabaseError)):
-        call_command("loaddata", str(dump), database=migrated, verbosity=0)
+    call_command("loaddata", counters, database=migrated, verbosity=0)
     assert lock_and_release(migrated) == 3
 
 
