@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from django.core.signals import request_finished, request_started
 from django.db import close_old_connections, connections, transaction
 from django.test import override_settings
 
-from django_distlock import BackendUnavailable, Lease, distlock
+from django_distlock import BackendUnavailable, distlock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.core.keys import new_token
@@ -189,27 +189,24 @@ LOCKING: dict[str, Callable[[DatabaseBackend, Grant], object]] = {
 }
 
 
-@pytest.mark.parametrize("operation", LOCKING)
-def test_d10_row_is_locked_before_it_is_judged(key: str, operation: str) -> None:
+def test_d10_row_is_locked_before_it_is_judged(key: str) -> None:
     """In one transaction the row is locked, then the clock is read, then the row is written."""
     backend = lock_backends["postgres_orm"]
     assert isinstance(backend, DatabaseBackend)
-    grant = take(backend, key)
-    with statements_on("default") as statements:
-        assert LOCKING[operation](backend, grant)
     table = '"public"."django_distlock_heldlock"'
-    row = f"FROM {table}"
-    locked = [n for n, sql in enumerate(statements) if row in sql and "FOR UPDATE" in sql]
-    clock = [n for n, sql in enumerate(statements) if "clock_timestamp()" in sql]
-    written = [
-        n
-        for n, sql in enumerate(statements)
-        if sql.startswith((f"UPDATE {table}", f"DELETE FROM {table}"))
-    ]
-    # The first statement of each transaction, of which this is the last.
-    begun = max(n for n, sql in enumerate(statements) if sql.startswith("SET TRANSACTION"))
-    assert len(locked) == 1
-    assert begun < locked[0] < clock[-1] < min(written)
+    writes = f"UPDATE {table}", f"DELETE FROM {table}"
+    for operation, operate in LOCKING.items():
+        grant = take(backend, f"{key}:{operation}")
+        with statements_on("default") as statements:
+            assert operate(backend, grant), operation
+        every = [*enumerate(statements)]
+        locked = [n for n, sql in every if f"FROM {table}" in sql and "FOR UPDATE" in sql]
+        clock = [n for n, sql in every if "clock_timestamp()" in sql]
+        written = [n for n, sql in every if sql.startswith(writes)]
+        # The first statement of each transaction, of which this is the last.
+        begun = max(n for n, sql in every if sql.startswith("SET TRANSACTION"))
+        assert len(locked) == 1, operation
+        assert begun < locked[0] < clock[-1] < min(written), operation
 
 
 # Trap D11, MariaDB locks the gap where a missing row would be
@@ -249,40 +246,31 @@ def test_d11_neighbours_that_are_missing_do_not_collide(mysql: str, key: str) ->
 # Trap D13, Django closes connections between requests
 
 
-@pytest.mark.parametrize("where", ["outside", "inside"])
-def test_d13_leases_outlive_the_connections_of_a_request(
-    key: str, server_functions: bool, where: str
-) -> None:
+def test_d13_leases_outlive_the_connections_of_a_request(key: str, server_functions: bool) -> None:
     """What is done at the ends of requests and tasks closes the connection, and no lease."""
     with alias_like("default", CONN_MAX_AGE=0, CONN_HEALTH_CHECKS=True) as using:
         options = {"using": using, "server_functions": server_functions}
         with locks_on(using, OPTIONS=options) as backend:
             lock = distlock(key, backend=backend, wait=0)
-
-            def acquire() -> Lease:
-                if where == "outside":
-                    return lock.acquire()
-                with transaction.atomic(using=using):
-                    return lock.acquire()
-
-            lease = acquire()
-            for end_of_request in (
-                close_old_connections,
-                partial(request_started.send, sender=None, environ={}),
-                partial(request_finished.send, sender=None),
-            ):
-                # As the request's own queries do.
-                connections[using].ensure_connection()
-                assert lock.locked()
+            for fence, where in (1, nullcontext()), (2, transaction.atomic(using=using)):
+                with where:
+                    lease = lock.acquire()
+                assert lease.fence == fence
+                for end_of_request in (
+                    close_old_connections,
+                    partial(request_started.send, sender=None, environ={}),
+                    partial(request_finished.send, sender=None),
+                ):
+                    # As the request's own queries do.
+                    connections[using].ensure_connection()
+                    assert lock.locked()
+                    end_of_request()
+                    assert connections[using].connection is None
+                    assert lease.held
+                    lease.extend()
+                    assert lock.try_acquire() is None
                 end_of_request()
-                assert connections[using].connection is None
-                assert lease.held
-                lease.extend()
-                assert lock.try_acquire() is None
-            end_of_request()
-            assert lease.release() is True
-            with lock as lease:
-                assert lease.fence == 2
+                assert lease.release() is True
 
 
 # Trap D18, routers and replicas
@@ -319,31 +307,28 @@ def routed(locks: str, **options: Any) -> Iterator[DatabaseBackend]:
         yield backend
 
 
-@pytest.mark.parametrize("cleanup_on_read", [False, True])
-def test_d18_locks_are_never_read_from_a_replica(
-    empty: str, server_functions: bool, cleanup_on_read: bool
-) -> None:
+def test_d18_locks_are_never_read_from_a_replica(empty: str) -> None:
     """Every operation goes to where locks are written, whatever `db_for_read` says."""
-    with routed(
-        empty, using=empty, server_functions=server_functions, cleanup_on_read=cleanup_on_read
-    ) as backend:
-        migrate(empty)
-        key = "invoice:42"
-        for operation in LOCKING.values():
-            grant = take(backend, key)
-            assert operation(backend, grant)
-            backend.acquire(key, new_token(), 30, wanted=True)
-            backend.read(key)
-            backend.read_token(grant.token)
-            backend.list("invoice")
-            backend.pause(key, grant.acquired_at)
-            backend.pause(key, None)
-            backend.cleanup(grant.acquired_at)
-            backend.force_release(key)
-        with distlock(key) as lease:
-            lease.extend()
-        rows = ask(empty, "SELECT fence FROM django_distlock_fencecounter")
-        assert rows == [(lease.fence,)]
+    key = "invoice:42"
+    for number in range(4):
+        paths = {"server_functions": number < 2, "cleanup_on_read": bool(number % 2)}
+        with routed(empty, using=empty, **paths) as backend:
+            migrate(empty)
+            for operation in LOCKING.values():
+                grant = take(backend, key)
+                assert operation(backend, grant)
+                backend.acquire(key, new_token(), 30, wanted=True)
+                backend.read(key)
+                backend.read_token(grant.token)
+                backend.list("invoice")
+                backend.pause(key, grant.acquired_at)
+                backend.pause(key, None)
+                backend.cleanup(grant.acquired_at)
+                backend.force_release(key)
+            with distlock(key) as lease:
+                lease.extend()
+            rows = ask(empty, "SELECT fence FROM django_distlock_fencecounter")
+            assert rows == [(lease.fence,)], paths
 
 
 def test_d18_router_says_where_the_tables_are(postgresql: str, sqlite: str, key: str) -> None:
