@@ -78,7 +78,10 @@ def elsewhere(store: Store) -> Iterator[str]:
 
 
 def test_caller_that_moves_meets_the_same_lock(store: Store, elsewhere: str) -> None:
-    """Outside and inside of `atomic()`, moved or not: one holder, and fences that grow."""
+    """Outside and inside of `atomic()`, moved or not: one holder, and fences that grow.
+
+    Its guard looks at the counter of its lease, and at no other of the same key.
+    """
     using, lock = store.using, distlock("invoice:42", backend=store.alias, wait=0)
     fences = []
     for moved in (False, True):
@@ -98,11 +101,7 @@ def test_caller_that_moves_meets_the_same_lock(store: Store, elsewhere: str) -> 
             fences.append(inner.fence)
         assert inner.release() or inner.is_released
     assert fences == sorted(set(fences))
-
-
-def test_guard_of_a_caller_that_moves(store: Store, elsewhere: str) -> None:
-    """It looks at the counter of its lease, and at no other of the same key."""
-    using, lock = store.using, distlock("invoice:42", backend=store.alias, wait=0)
+    connections[using].close()
     lease = lock.acquire()
     ask(using, elsewhere)
     with lease.atomic(using=using):
@@ -128,6 +127,14 @@ def test_every_operation_finds_the_tables(store: Store) -> None:
         question(backend=store.alias)
     assert see(Fence("invoice:42", grant.fence), using) == grant.fence
     assert store.force_release("invoice:42") is not None
+    # A test run gives an alias another database: it is asked for its own schema.
+    tables, before = store._connections, connections[using].settings_dict["NAME"]
+    mysql = connections[using].vendor == "mysql"
+    assert tables.schema == (before if mysql else "public")
+    connections[using].close()
+    connections[using].settings_dict["NAME"] = "mysql" if mysql else "postgres"
+    assert tables.schema == ("mysql" if mysql else "public")
+    connections[using].settings_dict["NAME"] = before
 
 
 def test_tables_of_a_caller_alone_are_not_used(postgresql: str) -> None:
@@ -161,17 +168,6 @@ def test_receiver_that_sets_the_path_is_obeyed(postgresql: str) -> None:
         assert ask(postgresql, f"SELECT fence FROM app.{FENCES}") == [(1,)]
     finally:
         connection_created.disconnect(prepare)
-
-
-def test_schema_is_that_of_the_database(store: Store) -> None:
-    """A test run gives an alias another database: it is asked for its own schema."""
-    tables, before = store._connections, connections[store.using].settings_dict["NAME"]
-    mysql = connections[store.using].vendor == "mysql"
-    assert tables.schema == (before if mysql else "public")
-    connections[store.using].close()
-    connections[store.using].settings_dict["NAME"] = "mysql" if mysql else "postgres"
-    assert tables.schema == ("mysql" if mysql else "public")
-    connections[store.using].settings_dict["NAME"] = before
 
 
 def test_session_locks_of_two_schemas_are_apart(postgresql: str) -> None:

@@ -134,31 +134,33 @@ def count_elsewhere(
         return [count_once(lock, key, using) for _ in range(TIMES)]
 
 
+#: Where arguments are bound: by the client, and on the server, where all the same nothing is
+#: prepared for a session.
+BINDING: list[dict[str, Any]] = [{}, {"OPTIONS": {"server_side_binding": True}}]
+
+
 def test_every_operation_works(key: str, server_functions: bool) -> None:
     """Each operation of a backend answers as without PgBouncer, again and again."""
-    with bounced(server_functions=server_functions) as (using, alias):
-        use_every_operation(lock_backends[alias], using, key)
+    with pgbouncer(default_pool_size=POOL) as address:
+        for more in BINDING:
+            with through(address, server_functions=server_functions, **more) as (using, alias):
+                use_every_operation(lock_backends[alias], using, f"{key}:{len(more)}")
 
 
-def test_arguments_bound_on_the_server_are_no_obstacle(key: str, server_functions: bool) -> None:
-    """Where the alias binds on the server, nothing is prepared for a session all the same."""
-    binding = {"server_side_binding": True}
-    with bounced(server_functions=server_functions, OPTIONS=binding) as (using, alias):
-        use_every_operation(lock_backends[alias], using, key)
-
-
-@pytest.mark.parametrize("binding", [False, True], ids=["client", "server"])
-def test_transactions_lock_keys(key: str, *, binding: bool) -> None:
+def test_transactions_lock_keys(key: str) -> None:
     """Each client has its session for a transaction, and so what it locks there."""
-    with bounced(OPTIONS={"server_side_binding": binding}) as (using, alias):
-        new_counter(key)
 
-        def work() -> list[tuple[int, int]]:
-            return [count_by_transaction(key, using, alias) for _ in range(TIMES)]
+    def work() -> list[int]:
+        return [count_by_transaction(name, using, alias)[0] for _ in range(TIMES)]
 
-        # A process that asks for the first time asks for the schema, by another session.
-        counted = work() + [each for some in together([work] * 4) for each in some]
-        assert sorted(value for value, _key in counted) == list(range(1, 5 * TIMES + 1))
+    with pgbouncer(default_pool_size=POOL) as address:
+        for more in BINDING:
+            name = f"{key}:{len(more)}"
+            new_counter(name)
+            with through(address, server_functions=True, **more) as (using, alias):
+                # A process that asks for the first time asks for the schema, by another session.
+                counted = work() + [each for some in together([work] * 4) for each in some]
+            assert sorted(counted) == list(range(1, 5 * TIMES + 1))
 
 
 def use_every_operation(backend: BaseLockBackend, using: str, key: str) -> None:
