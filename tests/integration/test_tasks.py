@@ -78,27 +78,6 @@ async def asynchronous(key: str, more: int = 7) -> dict[str, Any]:
     return said(more=more)
 
 
-@task()
-@locked_task(locks=[("task:{key}", lambda key: 2), "task:{key}:shared"], on_conflict="skip")
-def limited(key: str) -> dict[str, Any]:
-    """Be a task with two limits."""
-    return said()
-
-
-@task()
-@locked_task(locks=[("task:{key}", 2), ("task:{key}:shared", 1)], on_conflict="skip")
-async def async_limited(key: str) -> dict[str, Any]:
-    """Be an asynchronous one."""
-    return said()
-
-
-@task()
-@locked_task(locks=[("task:{key}", 2), ("task:{key}:shared", 1)])
-def limited_again(key: str) -> dict[str, Any]:
-    """Be one that is queued again."""
-    return said()
-
-
 @task(takes_context=True)
 @locked_task("task:{key}")
 def taking(context: Any, key: str, more: int = 7) -> dict[str, Any]:
@@ -114,52 +93,37 @@ async def async_taking(context: Any, key: str, more: int = 7) -> dict[str, Any]:
 
 
 @task()
-@locked_task("task:{key}", on_conflict="skip", on_unavailable="skip")
-def skipping(key: str) -> dict[str, Any]:
-    """Leave it to others."""
-    return said()
-
-
-@task()
-@locked_task("task:{key}", on_conflict="skip", on_unavailable="skip")
-async def async_skipping(key: str) -> dict[str, Any]:
-    """Leave it to others, asynchronously."""
-    return said()
-
-
-@task()
 @locked_task("task:{key}", on_conflict="retry")
 def retrying(key: str) -> dict[str, Any]:
     """Insist on another attempt."""
     return said()
 
 
-@task()
-@locked_task("task:{key}", on_conflict="wait", wait=20)
-def waiting(key: str) -> dict[str, Any]:
-    """Wait for the key."""
+def body(key: str) -> dict[str, Any]:
+    """Be the body of several tasks."""
     return said()
 
 
-@task()
-@locked_task("task:{key}", on_conflict="raise")
-def raising(key: str) -> dict[str, Any]:
-    """Fail."""
+async def async_body(key: str) -> dict[str, Any]:
+    """Be that of asynchronous ones."""
     return said()
 
 
-@task()
-@locked_task("task:{key}", on_conflict="run", on_unavailable="run")
-def running(key: str) -> dict[str, Any]:
-    """Go on without."""
-    return said()
+def locked(function: Callable[..., Any], **options: Any) -> Any:
+    """Make a task that holds its key, or what the options say; it has no path to be queued by."""
+    key = {} if "locks" in options else {"key": "task:{key}"}
+    return task()(locked_task(**key, **options)(function))
 
 
-@task()
-@locked_task("task:{key}", on_conflict="run", on_unavailable="run")
-async def async_running(key: str) -> dict[str, Any]:
-    """Go on without, asynchronously."""
-    return said()
+waiting = locked(body, on_conflict="wait", wait=20)
+#: Those that leave the key to others, and those that go on without it.
+SKIPPING = [locked(each, on_conflict="skip", on_unavailable="skip") for each in (body, async_body)]
+RUNNING = [locked(each, on_conflict="run", on_unavailable="run") for each in (body, async_body)]
+skipping = SKIPPING[0]
+#: Those with two limits.
+BOTH: list[Any] = [("task:{key}", lambda key: 2), "task:{key}:shared"]
+LIMITED = [locked(each, locks=BOTH, on_conflict="skip") for each in (body, async_body)]
+KINDS = ["sync", "async"]
 
 
 @task()
@@ -198,6 +162,20 @@ def recursing_with_context(context: Any, key: str, other: str = "") -> dict[str,
 def naming(context: str, key: str) -> dict[str, Any]:
     """Have an argument of this name, which is none."""
     return said(context=context)
+
+
+@task()
+@locked_task(locks=[("task:{key}", 2), ("task:{key}:shared", 1)])
+def limited_again(key: str) -> dict[str, Any]:
+    """Be one that is queued again."""
+    return said()
+
+
+@task()
+@locked_task("task:{key}", on_conflict="raise")
+def raising(key: str) -> dict[str, Any]:
+    """Fail."""
+    return said()
 
 
 @task()
@@ -324,7 +302,7 @@ def test_conflict_queues_the_task_again(tasks: Tasks, task: Any, key: str) -> No
     assert len(tasks.queue()) == 4
 
 
-@pytest.mark.parametrize("task", [limited, async_limited], ids=["sync", "async"])
+@pytest.mark.parametrize("task", LIMITED, ids=KINDS)
 def test_two_limits_all_or_none(tasks: Tasks, task: Any, key: str) -> None:
     """Beside one who has a permit it runs; where one of the limits is met, it holds none."""
     limit, shared = distlock(f"task:{key}", permits=2), distlock(f"task:{key}:shared")
@@ -441,7 +419,7 @@ def test_argument_that_is_called_context(tasks: Tasks, key: str) -> None:
 
 
 @pytest.mark.parametrize("is_away", [False, True], ids=["conflict", "outage"])
-@pytest.mark.parametrize("task", [skipping, async_skipping], ids=NAME)
+@pytest.mark.parametrize("task", SKIPPING, ids=KINDS)
 def test_task_can_be_skipped(
     tasks: Tasks, task: Any, taken: str, is_away: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -502,7 +480,7 @@ def test_wait_by_default() -> None:
         assert jobs.Rules.of(on_conflict=on_conflict, wait=2, **about).lock.wait == 2
 
 
-@pytest.mark.parametrize("task", [running, async_running], ids=NAME)
+@pytest.mark.parametrize("task", RUNNING, ids=KINDS)
 def test_body_can_run_without_the_lock(tasks: Tasks, task: Any, taken: str) -> None:
     """Whether somebody has the key or the store is away; the signal says so."""
     with Heard(signals.lock_bypassed, f"task:{taken}") as heard:
