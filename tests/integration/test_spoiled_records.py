@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -100,9 +101,9 @@ def test_listing_names_them(spoiled: dict[str, str], key: str) -> None:
     page = list_locks(backends=[ALIAS], prefix=key)
     assert [each.key for each in page.locks] == [f"{key}:sound"]
     assert sorted(str(each.key) for each in page.failures) == keys
-    for each in page.failures:
-        assert each.code == "unreadable"
-        assert repr(each.key) in each.message
+    for failure in page.failures:
+        assert failure.code == "unreadable"
+        assert repr(failure.key) in failure.message
     of_host = list_locks(backends=[ALIAS], prefix=key, host="elsewhere")
     assert of_host.locks == ()
     assert {*of_host.failures} <= {*page.failures}
@@ -304,16 +305,21 @@ def test_spoiled_holders_and_waiters_are_no_error_of_the_pages(client: Client, k
 
 def test_spoiled_holder_whose_lease_has_expired(client: Client, key: str) -> None:
     """The dashboard names it, and the next one gets the key."""
+
+    def has_expired(alias: str) -> bool:
+        return len(lock_backends[alias].expired(f"{key}:{alias}")) == 1
+
+    def is_granted(alias: str) -> bool:
+        answer = lock_backends[alias].acquire(f"{key}:{alias}", new_token(), 60)
+        return isinstance(answer, Grant)
+
     with all_changed_by_hand(key, "holder = '7'", ttl=0.2):
-        stores = {f"{key}:{alias}": lock_backends[alias] for alias in TABLES}
-        for each, store in stores.items():
-            assert eventually(lambda s=store, k=each: len(s.expired(k)) == 1), each
+        for alias in TABLES:
+            assert eventually(partial(has_expired, alias)), alias
         assert client.get(LOCKS).status_code == 200
         assert "D013" not in str(diagnose([*TABLES], writes=False).findings)
-        for each, store in stores.items():
-            assert eventually(
-                lambda s=store, k=each: isinstance(s.acquire(k, new_token(), 60), Grant)
-            ), each
+        for alias in TABLES:
+            assert eventually(partial(is_granted, alias)), alias
 
 
 def test_spoiled_numbers_of_a_row_are_no_error_of_the_page(client: Client, key: str) -> None:

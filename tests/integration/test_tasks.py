@@ -111,7 +111,7 @@ async def async_body(key: str) -> dict[str, Any]:
 
 def locked(function: Callable[..., Any], **options: Any) -> Any:
     """Make a task that holds its key, or what the options say; it has no path to be queued by."""
-    key = {} if "locks" in options else {"key": "task:{key}"}
+    key: dict[str, Any] = {} if "locks" in options else {"key": "task:{key}"}
     return task()(locked_task(**key, **options)(function))
 
 
