@@ -74,7 +74,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "celery/test_endings.py": ("test_success",),
     "celery/test_locked_task.py": ("test_import_before_the_apps_are_loaded",),
     "e2e/test_dashboard_browser.py": ("test_key_is_taken_with_a_reason_and_audited",),
-    "e2e/test_example.py": ("test_site_captures_a_payment_once",),
+    "e2e/test_example.py": ("test_site_captures_and_sells_once",),
     "integration/test_dashboard.py": ("test_lock_is_in_the_list",),
     "integration/test_distlock_list.py": ("test_table_shows_who_holds_what",),
     "integration/test_distlock_release.py": ("test_dry_run_changes_nothing",),

@@ -59,6 +59,10 @@ def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shop]:
         connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
 
 
+#: For what is in the database wherever the locks are: jobs, and fences of rows.
+DATABASES = pytest.mark.parametrize("shop", ["sqlite", "postgresql"], indirect=True)
+
+
 def test_demo_loses_updates_without_the_lock_and_none_with_it(shop: Shop) -> None:
     """From nothing, and again on what the first run left behind."""
     for _ in range(2):
@@ -76,6 +80,7 @@ def test_demo_loses_updates_without_the_lock_and_none_with_it(shop: Shop) -> Non
         assert ("the lease expired\n" in said) == shop.can_pause, said
 
 
+@pytest.mark.parametrize("shop", ["sqlite", "session"], indirect=True)
 def test_demo_stops_on_ctrl_c_while_the_processes_compete(shop: Shop) -> None:
     """The demo ends well, its processes with it, and no lock stays behind."""
     with shop.start("manage.py", "demo", "--workers=3", "--rounds=500") as process:
@@ -100,8 +105,13 @@ def test_demo_stops_on_ctrl_c_while_a_worker_is_paused(shop: Shop) -> None:
     assert "Traceback" not in said
 
 
-def test_site_captures_a_payment_once(shop: Shop) -> None:
-    """The button captures, and is gone afterwards."""
+def test_site_captures_and_sells_once(shop: Shop) -> None:
+    """The button captures, and is gone afterwards; the asynchronous view sells one piece less.
+
+    While another process holds the payment, or the product: 409, and when to come back.
+    """
+    # Of a lock that a session holds, nobody else sees more than that.
+    holder = "the other one" if shop.can_pause else "another process"
     with shop.serve() as site:
         page = site.get("/").text
         assert all(name in page for name in ("Kettle", "Ada", "Locks held now"))
@@ -116,25 +126,16 @@ def test_site_captures_a_payment_once(shop: Shop) -> None:
         assert re.fullmatch(f"Lock payment:1, fence {first}", strip[3])
         assert "/payments/1/capture/" not in site.get("/").text
 
+        with shop.held("payment:2"):
+            assert holder in site.get("/").text
+            busy = site.post("/payments/2/capture/")
+            assert busy.status == 409
+            assert busy.retry_after
+            assert 1 <= int(busy.retry_after) <= 61
+            assert holder in busy.text
+            assert f"{LOCKS}key/?backend=default&amp;key=payment%3A2" in busy.text
+            assert "/payments/2/capture/" in site.get("/").text
 
-def test_site_sends_away_who_comes_second(shop: Shop) -> None:
-    """While another process holds the payment: 409, and when to come back."""
-    # Of a lock that a session holds, nobody else sees more than that.
-    holder = "the other one" if shop.can_pause else "another process"
-    with shop.serve() as site, shop.held("payment:1"):
-        assert holder in site.get("/").text
-        busy = site.post("/payments/1/capture/")
-        assert busy.status == 409
-        assert busy.retry_after
-        assert 1 <= int(busy.retry_after) <= 61
-        assert holder in busy.text
-        assert f"{LOCKS}key/?backend=default&amp;key=payment%3A1" in busy.text
-        assert "/payments/1/capture/" in site.get("/").text
-
-
-def test_site_sells_in_an_asynchronous_view(shop: Shop) -> None:
-    """One piece less; and 409 while another process holds the product."""
-    with shop.serve() as site:
         before = _stock(site)
         assert "Sold one" in site.post("/products/1/sell/").text
         assert _stock(site) == before - 1
@@ -178,7 +179,7 @@ def test_site_refuses_the_write_of_a_worker_that_was_paused(shop: Shop) -> None:
         assert not [pid for _, pid, _, _ in story if state_of(int(pid))]
 
 
-@pytest.mark.parametrize("shop", ["sqlite", "postgresql"], indirect=True)
+@DATABASES
 def test_database_refuses_to_lower_the_fence_of_a_payment(shop: Shop) -> None:
     """Also where the statement is not Django's."""
     shop.run("demo", "--no-serve", "--rounds=0")
@@ -200,8 +201,9 @@ def test_no_worker_outlives_the_site(shop: Shop, stop: signal.Signals) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("shop", ["sqlite", "redis"], indirect=True)
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("shop", "stop"), [("sqlite", signal.SIGINT), ("redis", signal.SIGKILL)], indirect=["shop"]
+)
 def test_worker_does_what_was_left_to_it(shop: Shop, stop: signal.Signals) -> None:
     """A payment, and what the schedule says. It ends with the demo: it would hold our pipe."""
     shop.environment["SHOP_REPORT_SECONDS"] = "1"
@@ -221,11 +223,19 @@ def test_worker_does_what_was_left_to_it(shop: Shop, stop: signal.Signals) -> No
 
 
 @pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
-def test_site_says_that_no_worker_runs(shop: Shop) -> None:
-    """Before anything is left to one, and behind it."""
+def test_site_says_what_it_has_no_worker_for(shop: Shop) -> None:
+    """Before anything is left to one of Celery, and behind it; one worker is paused at a time.
+
+    The second button is off meanwhile, and whoever presses it all the same is told.
+    """
     with shop.serve() as site:
-        assert "No Celery worker runs." in site.get("/").text
+        form = site.get("/").text
+        assert "No Celery worker runs." in form
         assert "queued, but no Celery worker runs." in site.post("/payments/1/later/").text
+        page = site.post("/payments/1/pause/").text
+        assert "disabled>Pause a worker" in page
+        assert "disabled>Pause a worker" not in form
+        assert "A worker is already paused" in site.post("/payments/2/pause/").text
 
 
 @pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
@@ -260,17 +270,7 @@ def test_demo_of_the_readme_has_a_worker(shop: Shop) -> None:
         site.wait_for("/", lambda text: "/payments/1/capture/" not in text)
 
 
-@pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
-def test_site_pauses_one_worker_at_a_time(shop: Shop) -> None:
-    """The second button is off meanwhile, and whoever presses it all the same is told."""
-    with shop.serve() as site:
-        form = site.get("/").text
-        page = site.post("/payments/1/pause/").text
-        assert "disabled>Pause a worker" in page
-        assert "disabled>Pause a worker" not in form
-        assert "A worker is already paused" in site.post("/payments/2/pause/").text
-
-
+@DATABASES
 def test_nightly_report_runs_once(shop: Shop) -> None:
     """Two processes start it at the same time: one report, no failure, and none right behind it."""
     shop.run("demo", "--no-serve", "--rounds=0")
@@ -283,6 +283,7 @@ def test_nightly_report_runs_once(shop: Shop) -> None:
     assert "Nothing to do" in shop.run("nightly_report")
 
 
+@DATABASES
 def test_nightly_report_does_not_wait_for_a_process_that_was_killed(shop: Shop) -> None:
     """Its successor takes over at once, although the key would be taken for a minute."""
     shop.run("demo", "--no-serve", "--rounds=0")
