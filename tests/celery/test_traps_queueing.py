@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -131,7 +132,7 @@ def test_greenlet_killed_while_it_waits_frees_its_claims(gevent: Crew, *, is_rev
         claims_end(gevent, claims)
 
 
-def claims_end(crew: Crew, claims: list[str]) -> None:
+def claims_end(crew: Crew, claims: Sequence[str]) -> None:
     """Wait until nothing is kept of any claim."""
     read = lock_backends[crew.store].read
     crew.until(lambda: not any(Later(read, each).result() for each in claims), "all are released")
