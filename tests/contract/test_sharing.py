@@ -29,11 +29,18 @@ BOTH = pytest.mark.parametrize("how", [SHARED, PERMIT], ids=["shared", "permit"]
 
 
 @BOTH
-def test_several_hold_a_key(backend: BaseLockBackend, key: str, how: dict[str, Any]) -> None:
-    """Each with a record, a token and a fence of its own; nobody holds it alone beside them."""
+def test_several_hold_a_key_or_one_alone(
+    backend: BaseLockBackend, key: str, how: dict[str, Any]
+) -> None:
+    """Each has a record, a token and a fence of its own; neither joins the other kind."""
+    alone = take(backend, key)
+    assert contend(backend, key, **how).fence == alone.fence
+    assert backend.records.sharing(key) in ([], ())
+    assert backend.release(alone) is True
     grants = [take(backend, key, **how) for _ in range(3)]
     fences = [each.fence for each in grants]
     assert fences == sorted(set(fences))
+    assert alone.fence < fences[0]
     assert all(each.shared for each in grants)
     sharing = backend.records.sharing(key)
     assert {each.token for each in sharing} == {each.token for each in grants}
@@ -42,29 +49,16 @@ def test_several_hold_a_key(backend: BaseLockBackend, key: str, how: dict[str, A
     assert contend(backend, key).fence in fences
     for each in grants:
         assert finds(backend, each.token, held_by(backend, each))
+        assert backend.release(each) is True
+        assert backend.release(each) is False
+    again = take(backend, key)
+    assert fences[-1] < again.fence
+    assert not again.shared
 
 
 def held_by(backend: BaseLockBackend, grant: Grant) -> Record:
     """Return the record of one of those who share a key."""
     return next(each for each in backend.records.sharing(grant.key) if each.token == grant.token)
-
-
-@BOTH
-def test_holder_who_is_alone_shares_with_nobody(
-    backend: BaseLockBackend, key: str, how: dict[str, Any]
-) -> None:
-    """Neither of both is granted while the other stands, and the fences go on from each other."""
-    alone = take(backend, key)
-    assert contend(backend, key, **how).fence == alone.fence
-    assert backend.records.sharing(key) in ([], ())
-    assert backend.release(alone) is True
-    shared = take(backend, key, **how)
-    assert contend(backend, key).fence == shared.fence
-    assert backend.release(shared) is True
-    assert backend.release(shared) is False
-    again = take(backend, key)
-    assert alone.fence < shared.fence < again.fence
-    assert not again.shared
 
 
 def test_no_more_than_the_permits(backend: BaseLockBackend, key: str) -> None:
@@ -112,31 +106,24 @@ def test_place_of_who_is_over_is_free(
     assert backend.release(over) is False
 
 
-def test_lease_of_a_sharer_is_extended(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """By itself, or together with others; the other leases of the key are not."""
+def test_lease_that_was_extended_keeps_its_place(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """By itself or together with others, so that nobody is alone beside it; the others end."""
     one, two = take(backend, key, 5, **SHARED), take(backend, key, 5, **SHARED)
-    store.elapse(3)
-    longer = extend(backend, one)
+    longer = extend(backend, one, 10)
     assert longer.shared
     assert longer.fence == one.fence
+    store.elapse(7)
+    contend(backend, key)
+    assert [each.token for each in backend.records.sharing(key)] == [one.token]
+    assert backend.extend(two) is None
     answers = backend.extend_many([longer, replace(one, token=new_token())])
     assert isinstance(answers[0], Grant)
     assert answers[0].shared
     assert answers[1] is None
-    store.elapse(3.5)
-    assert [each.token for each in backend.records.sharing(key)] == [one.token]
-    assert backend.extend(two) is None
-
-
-def test_lease_that_was_extended_keeps_its_place(
-    backend: BaseLockBackend, store: Store, key: str
-) -> None:
-    """Beyond the end that it was granted with, so that nobody is alone beside it."""
-    shared = take(backend, key, 5, **SHARED)
-    longer = extend(backend, shared, 60)
     store.elapse(7)
     contend(backend, key)
-    assert [each.token for each in backend.records.sharing(key)] == [shared.token]
     assert backend.release(longer) is True
     take(backend, key)
 
@@ -195,11 +182,13 @@ def test_door_is_open_behind_the_last_of_them(
 
 
 @BOTH
-def test_sharer_takes_its_own_place_again(
-    backend: BaseLockBackend, key: str, how: dict[str, Any]
-) -> None:
-    """Whose answer was lost: with the same token, or in the place of another one of its own."""
-    mine, *_others = [take(backend, key, **how) for _ in range(3)]
+def test_token_that_has_a_place(backend: BaseLockBackend, key: str, how: dict[str, Any]) -> None:
+    """A late first question changes nothing; who names its own place is granted it again."""
+    grants = [take(backend, key, 60, **how) for _ in range(3)]
+    mine = grants[0]
+    assert isinstance(backend.acquire(key, mine.token, 5, **how), Contended)
+    assert backend.acquire(key, mine.token, 5) != mine
+    assert {each.fence for each in backend.records.sharing(key)} == {each.fence for each in grants}
     again = take(backend, key, token=mine.token, replace=mine.token, **how)
     assert again.fence > mine.fence
     instead = take(backend, key, replace=mine.token, **how)
@@ -225,16 +214,6 @@ def test_place_of_another_that_is_gone(backend: BaseLockBackend, key: str) -> No
     assert [each.fence for each in backend.records.sharing(key)] == [last.fence]
 
 
-@BOTH
-def test_token_that_has_a_place(backend: BaseLockBackend, key: str, how: dict[str, Any]) -> None:
-    """A first question that comes late changes nothing of what was granted since."""
-    grant = take(backend, key, 60, **how)
-    answer = backend.acquire(key, grant.token, 5, **how)
-    assert isinstance(answer, Contended)
-    assert backend.acquire(key, grant.token, 5) != grant
-    assert [each.fence for each in backend.records.sharing(key)] == [grant.fence]
-
-
 def test_lease_becomes_a_shared_one_and_back(backend: BaseLockBackend, key: str) -> None:
     """In one step, so that nobody else is alone in between; of two sharers, none is replaced."""
     alone = take(backend, key, 60)
@@ -252,8 +231,7 @@ def test_lease_becomes_a_shared_one_and_back(backend: BaseLockBackend, key: str)
     assert held(backend, key).token == again.token
 
 
-@BOTH
-@pytest.mark.parametrize("ttl", [60, 5])
+@pytest.mark.parametrize(("how", "ttl"), [(SHARED, 60), (PERMIT, 5)], ids=["shared", "permit"])
 def test_settled_place_stays_taken(
     backend: BaseLockBackend, store: Store, key: str, how: dict[str, Any], ttl: float
 ) -> None:
@@ -276,9 +254,14 @@ def test_settled_place_stays_taken(
 
 
 @pytest.mark.requires("supports_sharing", "supports_operators")
-def test_force_release_takes_the_key_from_one_or_all(backend: BaseLockBackend, key: str) -> None:
-    """By its fence, from one; the next fence is above that of all whose leases were taken away."""
+def test_operator_reaches_one_or_all(backend: BaseLockBackend, key: str) -> None:
+    """By token or fence, one; the next fence is above that of all whose leases were taken away."""
     grants = [take(backend, key, **SHARED) for _ in range(4)]
+    assert backend.request_stop(key, token=grants[1].token) is not None
+    asked = [extend(backend, each).stop_requested for each in grants]
+    assert asked == [False, True, False, False]
+    assert backend.request_stop(key) is not None
+    assert all(extend(backend, each).stop_requested for each in grants)
     assert backend.force_release(key, fence=grants[0].fence) is not None
     assert backend.force_release(key, fence=grants[0].fence) is None
     assert [backend.release(each) for each in grants[:2]] == [False, True]
@@ -288,16 +271,6 @@ def test_force_release_takes_the_key_from_one_or_all(backend: BaseLockBackend, k
     assert backend.force_release(key) is None
     assert [backend.release(each) for each in grants] == [False] * 4
     assert take(backend, key).fence > grants[-1].fence + 1
-
-
-@pytest.mark.requires("supports_sharing", "supports_operators")
-def test_all_are_asked_to_stop(backend: BaseLockBackend, key: str) -> None:
-    """Or the one with a token."""
-    one, two = take(backend, key, **SHARED), take(backend, key, **SHARED)
-    assert backend.request_stop(key, token=two.token) is not None
-    assert [extend(backend, each).stop_requested for each in (one, two)] == [False, True]
-    assert backend.request_stop(key) is not None
-    assert [extend(backend, each).stop_requested for each in (one, two)] == [True, True]
 
 
 @pytest.mark.requires("supports_sharing", "supports_operators")
@@ -358,20 +331,17 @@ def test_shared_lease_guards_nothing(backend: BaseLockBackend, key: str) -> None
         backend.guards.hold(grant)
 
 
-@BOTH
-def test_keys_of_any_shape_are_shared(
-    backend: BaseLockBackend, key: str, how: dict[str, Any]
-) -> None:
+def test_keys_of_any_shape_are_shared(backend: BaseLockBackend, key: str) -> None:
     """Among them the longest, and one that looks like the place of another."""
     for text in (key + "\u232a", key + ":" + "x" * (512 - len(key) - 1), key + "%\U0001f512"):
-        one, two = take(backend, text, **how), take(backend, text, **how)
-        contend(backend, text)
-        assert backend.release(one) is True
-        contend(backend, text)
-        assert backend.release(two) is True
+        grants = [take(backend, text, **how) for how in (SHARED, PERMIT)]
+        for each in grants:
+            contend(backend, text)
+            assert backend.release(each) is True
         take(backend, text)
 
 
+@pytest.mark.aliases("memory", "redis")
 def test_wrong_number_of_permits(backend: BaseLockBackend, key: str) -> None:
     """It is told by its value, and nothing was touched."""
     permits: Any
