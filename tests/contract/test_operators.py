@@ -20,17 +20,23 @@ from .stores import Elapse, Store
 
 @HAS_TTL
 def test_shorten_brings_the_end_nearer(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """The record says when the lease ends, asks its holder to finish, and keeps its promise."""
+    """The record says when the lease ends, asks its holder to finish, and keeps its promise.
+
+    With a token, only that one's lease is shortened; where nobody holds the key, nothing.
+    """
+    assert backend.request_stop(key, 5) is None
     grant = take(backend, key, 100)
-    promised = held(backend, key).free_at
+    promised = held(backend, key)
+    assert backend.request_stop(key, 1, token=new_token()) is None
+    assert held(backend, key) == promised
     before = store.now()
-    record = backend.request_stop(key, 50)
+    record = backend.request_stop(key, 50, token=grant.token)
     after = store.now()
     assert isinstance(record, Record)
     assert record == held(backend, key)
     assert record.expires_at is not None
     assert before <= record.expires_at - timedelta(seconds=50) <= after
-    assert record.free_at == promised
+    assert record.free_at == promised.free_at
     assert record.stop_requested_at is not None
     assert before <= record.stop_requested_at <= after
     assert (record.token, record.fence) == (grant.token, grant.fence)
@@ -128,58 +134,38 @@ def test_shorten_holds_beyond_the_ttl(backend: BaseLockBackend, elapse: Elapse, 
 
 
 @HAS_TTL
-def test_shorten_ends_what_is_kept_behind_its_run(
+def test_key_that_is_kept_behind_its_run(
     backend: BaseLockBackend, elapse: Elapse, key: str
 ) -> None:
-    """A settled key has no holder any more: it is free at the new end."""
+    """It has no holder any more; it is listed, free at a new end, and removed, as others are."""
     assert backend.release(take(backend, key, 100), 90) is True
+    assert [each.key for each in backend.list(key).records] == [key]
     record = backend.request_stop(key, 5)
     assert isinstance(record, Record)
     assert record.is_settled
     assert record.stop_requested_at is None
     elapse(5.01)
+    assert backend.release(take(backend, key), 10) is True
+    assert isinstance(backend.force_release(key), Record)
     take(backend, key)
 
 
-@HAS_TTL
-def test_shorten_spares_other_tokens(backend: BaseLockBackend, key: str) -> None:
-    """With a token, only its own lease is shortened; where nobody holds the key, nothing."""
-    assert backend.request_stop(key, 5) is None
-    grant = take(backend, key, 100)
-    before = held(backend, key)
-    assert backend.request_stop(key, 1, token=new_token()) is None
-    assert held(backend, key) == before
-    assert backend.request_stop(key, 1, token=grant.token)
-    assert held(backend, key) != before
-
-
-@pytest.mark.parametrize("ttl", [30, None])
-def test_force_release_takes_the_key_away(
-    backend: BaseLockBackend, store: Store, key: str, ttl: float | None
-) -> None:
+def test_force_release_takes_the_key_away(backend: BaseLockBackend, store: Store, key: str) -> None:
     """The record comes back, the key is free, the old lease is gone, and its fence is too low."""
-    grant = take(backend, key, ttl, holder=Holder(host="stuck"))
-    before = held(backend, key)
-    assert backend.force_release(key) == before
-    assert not store.has_record(key)
-    assert backend.read(key) is None
-    assert backend.extend(grant) is None
-    assert backend.release(grant) is False
-    assert finds(backend, grant.token, None)
-    between = store.fence(key)
-    assert store.registered.is_next(between, grant.fence)
-    assert store.registered.is_next(take(backend, key).fence, between)
-
-
-@HAS_TTL
-def test_settled_key_can_be_taken_over_by_force(backend: BaseLockBackend, key: str) -> None:
-    """A settled record is a record: it is read, listed and removed as others are."""
-    grant = take(backend, key, 30)
-    backend.release(grant, 10)
-    assert [each.key for each in backend.list(key).records] == [key]
-    forced = backend.force_release(key)
-    assert isinstance(forced, Record)
-    take(backend, key)
+    fence = 0
+    for ttl in (30, None):
+        grant = take(backend, key, ttl, holder=Holder(host="stuck"))
+        assert store.registered.is_next(grant.fence, fence)
+        before = held(backend, key)
+        assert backend.force_release(key) == before
+        assert not store.has_record(key)
+        assert backend.read(key) is None
+        assert backend.extend(grant) is None
+        assert backend.release(grant) is False
+        assert finds(backend, grant.token, None)
+        fence = store.fence(key)
+        assert store.registered.is_next(fence, grant.fence)
+    assert store.registered.is_next(take(backend, key).fence, fence)
 
 
 @HAS_TTL
@@ -249,29 +235,32 @@ def test_request_to_stop_is_seen_at_extend(
     assert backend.release(grant) is True
 
 
-@pytest.mark.parametrize("how", ["release", "expiry", "takeover"])
 def test_request_to_stop_is_for_one_holder(
-    backend: BaseLockBackend, elapse: Elapse, key: str, how: str
+    backend: BaseLockBackend, elapse: Elapse, key: str
 ) -> None:
     """The next holder was not asked to stop."""
-    first = take(backend, key, 5)
-    backend.request_stop(key)
-    if how == "release":
-        backend.release(first)
-    elif how == "expiry":
-        elapse(6.1)
-    second = take(backend, key, holder=Holder(host="another"), replace=first.token)
-    assert second.stop_requested is False
-    assert held(backend, key).stop_requested_at is None
-    extended = extend(backend, second)
-    assert extended.stop_requested is False
+    grant = take(backend, key, 5)
+    for how in ("release", "expiry", "takeover"):
+        backend.request_stop(key)
+        if how == "release":
+            backend.release(grant)
+        elif how == "expiry":
+            elapse(6.1)
+        grant = take(backend, key, 5, holder=Holder(host=how), replace=grant.token)
+        assert grant.stop_requested is False, how
+        assert held(backend, key).stop_requested_at is None
+        assert extend(backend, grant).stop_requested is False
 
 
 def test_paused_key_is_granted_to_nobody(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """A free key that is paused is contended, says why, and uses up no fence."""
+    """A free key that is paused is contended, says why, and uses up no fence.
+
+    Behind its time, which the last word decides, a pause is over; and it is for one key alone.
+    """
     grant = take(backend, key)
     backend.release(grant)
-    assert backend.pause(key, store.now() + timedelta(minutes=1), by="ops") is True
+    for seconds in (600, 60):
+        assert backend.pause(key, store.now() + timedelta(seconds=seconds), by="ops") is True
     contended = contend(backend, key)
     assert (contended.paused, contended.busy) == (True, False)
     assert contended.holder is None
@@ -280,6 +269,16 @@ def test_paused_key_is_granted_to_nobody(backend: BaseLockBackend, store: Store,
     assert contend(backend, key, replace=new_token()).paused
     assert store.fence(key) == grant.fence
     assert backend.read(key) is None
+    for other in (f"{key}-b", key[:-1]):
+        take(backend, other)
+    store.elapse(50)
+    assert contend(backend, key).paused
+    store.elapse(10)
+    grant = take(backend, key)
+    assert backend.pause(key, None) is False
+    assert backend.release(grant) is True
+    backend.pause(key, store.now() - timedelta(seconds=60))
+    take(backend, key)
 
 
 def test_key_that_never_was_can_be_paused(backend: BaseLockBackend, store: Store, key: str) -> None:
@@ -319,22 +318,6 @@ def test_holder_keeps_a_paused_key(backend: BaseLockBackend, store: Store, key: 
     assert contend(backend, key).paused
 
 
-def test_pause_ends_by_itself(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Behind its time, which the last word decides, it is over; and it is for one key alone."""
-    backend.pause(key, store.now() + timedelta(seconds=600))
-    backend.pause(key, store.now() + timedelta(seconds=60))
-    for other in (f"{key}-b", key[:-1]):
-        take(backend, other)
-    store.elapse(50)
-    assert contend(backend, key).paused
-    store.elapse(10)
-    grant = take(backend, key)
-    assert backend.pause(key, None) is False
-    assert backend.release(grant) is True
-    backend.pause(key, store.now() - timedelta(seconds=60))
-    take(backend, key)
-
-
 # What an operator looks at
 
 
@@ -353,10 +336,17 @@ def test_clock_is_the_one_that_leases_end_by(
 def test_counter_is_the_fence_of_the_last_grant(
     backend: BaseLockBackend, store: Store, key: str
 ) -> None:
-    """A key that was never granted has none; it outlives release and grows with each grant."""
-    assert backend.counter(key) is None
+    """It outlives release and grows with each grant. Looking makes no counter, and no record."""
+    for look in (backend.counter, backend.guards.sessions):
+        assert look(key) in (None, ())
+    assert not store.has_record(key)
+    assert store.fence(key) == 0
     first = take(backend, key)
     assert backend.counter(key) == Counter(first.fence)
+    if backend.supports_guard:
+        # Nobody guards a key that is only held.
+        for name in (key, f"{key}-other"):
+            assert backend.guards.sessions(name) in ((), None)
     backend.release(first)
     assert backend.counter(key) == Counter(first.fence)
     second = take(backend, key)
@@ -364,15 +354,3 @@ def test_counter_is_the_fence_of_the_last_grant(
     backend.force_release(key)
     assert backend.counter(key) == Counter(store.fence(key))
     assert backend.counter(f"{key}-other") is None
-
-
-def test_looking_uses_nothing_up(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Neither makes a counter, or a record; nobody guards a key that is only held."""
-    for look in (backend.counter, backend.guards.sessions):
-        look(key)
-    assert not store.has_record(key)
-    assert store.fence(key) == 0
-    if backend.supports_guard:
-        take(backend, key)
-        assert backend.guards.sessions(key) in ((), None)
-        assert backend.guards.sessions(f"{key}-other") in ((), None)
