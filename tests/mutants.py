@@ -683,7 +683,7 @@ MUTANTS = (
         "several keys that were refused stay taken", "memory", "django_distlock/locks/several.py",
         old=r"hold=False,\n                min_hold=0.0,\n", new="\n",
         test="tests/contract/test_several_keys.py::test_nothing_is_kept_behind_a_refusal",
-        case="{backend}-{{'hold': True}}-call",
+        case="{backend}-call",
     ),
     Mutant(
         "a busy key is taken for a lease that is lost", "postgres",

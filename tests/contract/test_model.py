@@ -190,6 +190,7 @@ class Model(RuleBasedStateMachine):
             self.backend.force_release(self.key(key))
 
 
+@pytest.mark.aliases("memory", "sqlite", "postgres", "postgres_orm", "mariadb", "redis")
 def test_any_operations_are_answered_as_by_the_model(backend: BaseLockBackend, key: str) -> None:
     """Forty operations in a row, which are drawn by chance and made fewer where they fail."""
 

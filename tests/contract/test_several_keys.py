@@ -95,10 +95,17 @@ async def entered(locks: Any) -> None:
 
 
 @pytest.mark.requires("supports_ttl", "supports_sharing")
-@pytest.mark.parametrize("way", ["call", "block", "awaited"])
-@pytest.mark.parametrize("more", [{"hold": True}, {"min_hold": 20, "permits": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("way", "more"),
+    [
+        ("call", {"hold": True}),
+        ("block", {"min_hold": 20, "permits": 2}),
+        ("awaited", {"hold": True}),
+    ],
+    ids=["call", "block", "awaited"],
+)
 def test_nothing_is_kept_behind_a_refusal(
-    registered: Registered, key: str, more: dict[str, Any], way: str
+    registered: Registered, key: str, way: str, more: dict[str, Any]
 ) -> None:
     """Where all are granted, all of them stay taken behind the work."""
     keys = [f"{key}-1", f"{key}-2"]
@@ -123,7 +130,6 @@ def test_nothing_is_kept_behind_a_refusal(
 
 
 @pytest.mark.stores("memory", "postgresql", "redis", why="it is the same in each")
-@pytest.mark.django_db(transaction=True)
 def test_refusal_in_a_transaction_keeps_nothing(registered: Registered, key: str) -> None:
     """But for what was locked there before: data may have been written under it."""
     keys = [f"{key}-{number}" for number in range(3)]

@@ -344,7 +344,6 @@ def test_entering_again(registered: Registered, key: str) -> None:
 
 @SHARES
 @pytest.mark.stores("memory", "postgresql", "redis", why="it is the same in each")
-@pytest.mark.django_db(transaction=True)
 def test_transaction_keeps_a_shared_lease(registered: Registered, key: str) -> None:
     """To its commit; the next block goes on with it, and none is alone with the key."""
     reader, writer = lock_of(registered, key, shared=True, wait=0), lock_of(registered, key, wait=0)
@@ -363,7 +362,6 @@ def test_transaction_keeps_a_shared_lease(registered: Registered, key: str) -> N
 
 @pytest.mark.requires("supports_sharing", "supports_ttl")
 @pytest.mark.stores("memory", "postgresql", "redis", why="it is the same in each")
-@pytest.mark.django_db(transaction=True)
 def test_each_block_of_a_rate_takes_a_permit(registered: Registered, key: str) -> None:
     """Also in one transaction, which keeps all of them; and no more than there are."""
     rate = lock_of(registered, key, permits=2, ttl=20, hold=True, wait=0)
@@ -414,7 +412,6 @@ def test_shared_lease_is_handed_over(registered: Registered, key: str) -> None:
 
 @SHARES
 @pytest.mark.stores("memory", "postgresql", "redis", why="it is the same in each")
-@pytest.mark.django_db(transaction=True)
 def test_lease_that_a_transaction_kept_is_handed_over(registered: Registered, key: str) -> None:
     """Whoever went on with it asked for a shared one, and got the one that was kept: alone."""
     with transaction.atomic():
