@@ -30,6 +30,7 @@ from .workers import WIDTH, count_up
 STALLS = pytest.mark.stores(
     "sqlite", "postgresql", "mysql", why="no operation stalls between clock and write"
 )
+RIVALS = 6
 RESTLESS = pytest.mark.usefixtures("_restless")
 
 
@@ -43,16 +44,16 @@ def _restless() -> Iterator[None]:
 
 
 @RESTLESS
-def test_one_of_ten_gets_a_new_key(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Of ten that acquire a key that never was, one gets its first fence; the next gets another."""
+def test_one_of_six_gets_a_new_key(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Of six that acquire a key that never was, one gets its first fence; the next gets another."""
     # A lock that lasts for a session would be free again with the end of its process.
     if backend.distributed and store.registered.store != "session":
-        fences = _ten_processes(store, key)
+        fences = _processes(store, key)
     else:
-        answers = at_once([lambda: backend.acquire(key, new_token(), 30)] * 10)
+        answers = at_once([lambda: backend.acquire(key, new_token(), 30)] * RIVALS)
         fences = [each.fence if isinstance(each, Grant) else None for each in answers]
     fence = only([each for each in fences if each is not None])
-    assert len(fences) == 10
+    assert len(fences) == RIVALS
     assert store.registered.is_next(fence)
     record = held(backend, key)
     assert record.fence == fence
@@ -69,9 +70,9 @@ def only(granted: list[int]) -> int:
     return fence
 
 
-def _ten_processes(store: Store, key: str) -> list[int | None]:
+def _processes(store: Store, key: str) -> list[int | None]:
     attempt = "tests.contract.workers:attempt"
-    with crew(10, attempt, store.registered.alias, key) as rivals:
+    with crew(RIVALS, attempt, store.registered.alias, key) as rivals:
         if isinstance(store, DatabaseStore):
             stranger = store.stranger()
             # All of them find the key free, and none can take it before the last one has looked;
@@ -350,14 +351,14 @@ def test_pause_of_a_new_key_and_acquire_have_an_order(
     assert take(backend, key).fence == 1
 
 
-PROCESSES, TIMES = 8, 15
+PROCESSES, TIMES = 4, 30
 
 
 @RESTLESS
 def test_counter_under_the_lock_loses_nothing(
     backend: BaseLockBackend, store: Store, key: str, tmp_path: Path
 ) -> None:
-    """Eight that read, think and write under the lock make as many steps as they were told."""
+    """Four that read, think and write under the lock make as many steps as they were told."""
     counter = tmp_path / "counter"
     counter.write_bytes(b"0" * WIDTH)
     attempts = _count(backend, store, key, counter)

@@ -18,23 +18,24 @@ from .helpers import PATIENCE
 from .locking import lock_of
 from .sharing_workers import SECONDS_OF_A_HOLDING, TTL
 
-PROCESSES, PERMITS = 16, 5
+PERMITS = 5
+Size = tuple[int, int, int]
 #: Seconds in which a lease is over, and its key free.
 PAST = TTL + 1.2
-#: How often each process holds the key, and how many of them are killed and stand still.
+#: How many processes hold the key, how often, and how many of them are killed and stand still.
 SIZES = [
-    pytest.param(8, 3, id="quick"),
-    pytest.param(625, 100, id="full", marks=pytest.mark.nightly),
+    pytest.param((8, 12, 3), id="quick"),
+    pytest.param((16, 625, 100), id="full", marks=pytest.mark.nightly),
 ]
 
 
 @pytest.mark.aliases("postgres", "mariadb", "sqlite", "redis")
-@pytest.mark.parametrize(("times", "faults"), SIZES)
+@pytest.mark.parametrize("size", SIZES)
 def test_never_more_than_the_permits(
-    registered: Registered, key: str, tmp_path: Path, times: int, faults: int
+    registered: Registered, key: str, tmp_path: Path, size: Size
 ) -> None:
     """Within their deadlines; and all permits are there again behind the crashes."""
-    held = held_by_many(registered, key, tmp_path / "held", PERMITS, times, faults)
+    held = held_by_many(registered, key, tmp_path / "held", PERMITS, size)
     assert most_at_once(held) <= PERMITS
     assert most_at_once(held) > 1, "they did not hold it together"
     lock = lock_of(registered, key, permits=PERMITS, wait=TTL + 20)
@@ -45,12 +46,12 @@ def test_never_more_than_the_permits(
 
 
 @pytest.mark.aliases("postgres", "redis")
-@pytest.mark.parametrize(("times", "faults"), SIZES)
-def test_readers_and_writers(
-    registered: Registered, key: str, tmp_path: Path, times: int, faults: int
-) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_readers_and_writers(registered: Registered, key: str, tmp_path: Path, size: Size) -> None:
     """A writer is alone, and its fence is above that of every reader before."""
-    held = held_by_many(registered, key, tmp_path / "held", None, min(times // 2, 60), faults)
+    many, times, faults = size
+    size = (many, min(times // 2, 60), faults)
+    held = held_by_many(registered, key, tmp_path / "held", None, size)
     readers = [each for each in held if not each[1]]
     for fence, alone, began, ended in held:
         if not alone:
@@ -65,13 +66,14 @@ Held = tuple[int, bool, float, float]
 
 
 def held_by_many(
-    registered: Registered, key: str, path: Path, permits: int | None, times: int, faults: int
+    registered: Registered, key: str, path: Path, permits: int | None, size: Size
 ) -> list[Held]:
     """Let processes hold a key; return each holding: its fence, whether alone, from when to when.
 
     What was killed held it until its deadline.
     """
     chance, stopped = random.Random(), list[Process]()
+    many, times, faults = size
     with ExitStack() as stack:
 
         def start() -> Process:
@@ -79,7 +81,7 @@ def held_by_many(
             worker = spawn(target, registered.alias, key, str(path), permits, times)
             return stack.enter_context(worker)
 
-        workers = [start() for _ in range(PROCESSES)]
+        workers = [start() for _ in range(many)]
         for each in workers:
             each.wait_for("ready", PATIENCE)
         for each in workers:
@@ -105,7 +107,7 @@ def held_by_many(
         for each in stopped:
             each.go_on()
         patience = 900 + times * SECONDS_OF_A_HOLDING
-        assert sum(each.result(patience) for each in workers) == times * PROCESSES
+        assert sum(each.result(patience) for each in workers) == times * many
     found: dict[int, Held] = {}
     for line in path.read_text().splitlines():
         fence, alone, began, ended = json.loads(line)

@@ -77,12 +77,6 @@ class Waiter:
         return self._thread.result()
 
 
-@pytest.fixture(params=["acquire", "aacquire"])
-def how(request: pytest.FixtureRequest) -> str:
-    """Give both ways to wait."""
-    return str(request.param)
-
-
 @contextmanager
 def waiter_of(registered: Registered, key: str, how: str) -> Iterator[Waiter]:
     """Give a waiter that has yet to begin."""
@@ -161,10 +155,18 @@ def grant_is_late(granted_at: float, free_at: float, pressed: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "end", [release, settle, force_release, extend_to_less, take_over], ids=lambda end: end.__name__
+    ("end", "how"),
+    [
+        (release, "acquire"),
+        (release, "aacquire"),
+        (settle, "aacquire"),
+        (force_release, "acquire"),
+        (extend_to_less, "aacquire"),
+        (take_over, "acquire"),
+    ],
 )
 def test_end_of_a_grant_wakes_who_waits_for_it(
-    registered: Registered, key: str, how: str, end: Callable[[Lease], float]
+    registered: Registered, key: str, end: Callable[[Lease], float], how: str
 ) -> None:
     """However a grant ends or is made to end sooner, another process has the key at once."""
     with waiter_of(registered, key, how) as waiter:
@@ -177,9 +179,9 @@ def test_end_of_a_grant_wakes_who_waits_for_it(
     lock_backends[registered.alias].force_release(key)
 
 
-def test_expired_grant_is_taken_when_it_is_free(registered: Registered, key: str, how: str) -> None:
+def test_expired_grant_is_taken_when_it_is_free(registered: Registered, key: str) -> None:
     """Its time is known: no message, no backoff and no safety read is needed."""
-    with waiter_of(registered, key, how) as waiter:
+    with waiter_of(registered, key, "aacquire") as waiter:
         pressed, free_at = pressure(), time.monotonic() + 3 + GRACE
         lease = Later(lock_of(registered, key, ttl=3).acquire).result()
         waiter.begin()
@@ -187,10 +189,10 @@ def test_expired_grant_is_taken_when_it_is_free(registered: Registered, key: str
         assert Later(lease.release).result() is False
 
 
-def test_end_of_a_pause_wakes_who_waits(registered: Registered, key: str, how: str) -> None:
+def test_end_of_a_pause_wakes_who_waits(registered: Registered, key: str) -> None:
     """An operator's `resume` is called out, though there is no grant to mark."""
     backend = lock_backends[registered.alias]
-    with waiter_of(registered, key, how) as waiter:
+    with waiter_of(registered, key, "acquire") as waiter:
         assert backend.pause(key, datetime.now(UTC) + timedelta(hours=1)) is True
         waiter.begin()
         # Until its attempt behind the subscription has been made.
