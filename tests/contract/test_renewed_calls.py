@@ -215,17 +215,18 @@ def test_dropped_lease_warns_and_expires(
 
 @HAS_TTL
 def test_dropped_lease_goes_on_with_none_of_its_transaction(
-    registered: Registered, key: str, take: Take
+    registered: Registered, key: str
 ) -> None:
     """What keeps a lease until the end of a transaction keeps no other one that continues it."""
-    lock = lock_of(registered, key, ttl=TTL, wait=0)
     with transaction.atomic(), warned_of(key) as caught:
-        assert lock.acquire().release()
-        lease = take(lock)
-        assert lease is not None
-        del lease
+        for way, take in WAYS.items():
+            lock = lock_of(registered, f"{key}-{way}", ttl=TTL, wait=0)
+            assert lock.acquire().release()
+            lease = take(lock)
+            assert lease is not None
+            del lease
         gc.collect()
-        assert eventually(lambda: bool(caught()), timeout=PATIENCE)
+        assert eventually(lambda: len(caught()) == len(WAYS), timeout=PATIENCE)
 
 
 @pytest.mark.stores("session", why="leases of others expire")
@@ -302,8 +303,16 @@ def test_lease_that_was_given_up_warns_of_nothing(registered: Registered, key: s
 # Releases behind a loss
 
 
-@pytest.mark.parametrize("lose", [outlive, take_away])
-@pytest.mark.parametrize("notice", [False, True], ids=["unnoticed", "noticed"])
+@pytest.mark.parametrize(
+    ("release", "lose", "notice"),
+    [
+        (Lease.release, outlive, False),
+        (Lease.release, take_away, True),
+        (release_awaited, outlive, True),
+        (release_awaited, take_away, False),
+    ],
+    ids=["called-unnoticed", "called-noticed", "awaited-noticed", "awaited-unnoticed"],
+)
 def test_release_behind_a_loss_says_so(
     registered: Registered,
     key: str,
