@@ -460,7 +460,7 @@ def test_released_key_is_left_to_other_processes(
 # Awaited
 
 
-@pytest.mark.parametrize("steps", range(0, 30, 3))
+@pytest.mark.parametrize("steps", range(0, 30, 6))
 async def test_attempt_that_is_cancelled_in_flight_holds_nothing_and_strands_nobody(
     line: Line, registered: Registered, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
