@@ -18,8 +18,8 @@ from django_distlock.compat.old import OldAdvisoryLock, OldCacheAdd, OldLock, Ol
 from tests.contract.redis_clients import single_url
 from tests.contract.workers import add_one
 
-#: Stores of leases, and old locks.
-STORES, KINDS = ("database", "redis"), ("redis", "cache", "advisory")
+#: Kinds of old locks, and where the leases are that hold them: neither knows of the other.
+STORES = {"redis": "redis", "cache": "database", "advisory": "database"}
 WAIT = 60
 
 
@@ -80,11 +80,11 @@ def as_before(kind: str, key: str, seconds: float = 30) -> Iterator[None]:
                 cursor.execute("SELECT pg_advisory_unlock(%s)", [numbered(key)])
 
 
-def count(store: str, kind: str, form: str, key: str, path: str, turns: int) -> None:
+def count(kind: str, form: str, key: str, path: str, turns: int) -> None:
     """Add to a counter in a file, in each turn as old code does, or under a bridged lease."""
     print("ready")
     input()
-    with bridged(store, old(kind)) as backend:
+    with bridged(STORES[kind], old(kind)) as backend:
         for _ in range(turns):
             if form == "old":
                 with as_before(kind, key):
