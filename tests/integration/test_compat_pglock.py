@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,22 +49,21 @@ def taken(key: str) -> Iterator[str]:
 
 
 def test_block_is_told_whether_it_was_acquired(key: str) -> None:
-    """True at once where nobody has it, and nobody else has it meanwhile."""
+    """True at once where nobody has it, also inside of its own, and nobody else has it meanwhile."""
     with advisory(key) as acquired:
         assert acquired is True
+        with advisory(key, timeout=0) as inner:
+            assert inner is True
         assert distlock(key).locked()
     assert not distlock(key).locked()
 
 
-@pytest.mark.parametrize(
-    "timeout", [0, 0.05, timedelta(milliseconds=50), timedelta(microseconds=1)]
-)
-def test_timeout_gives_false(taken: str, timeout: Any) -> None:
+def test_timeout_gives_false(taken: str) -> None:
     """The default side effect of a block: it runs, and looks."""
-    with advisory(taken, timeout=timeout) as acquired:
-        assert acquired is False
-    with advisory(taken, timeout=timeout, side_effect=pglock.Return) as acquired:
-        assert acquired is False
+    for timeout in (0, 0.05, timedelta(milliseconds=50), timedelta(microseconds=1)):
+        for effect in (None, pglock.Return):
+            with advisory(taken, timeout=timeout, side_effect=effect) as acquired:
+                assert acquired is False
 
 
 @pytest.mark.parametrize("form", [advisory, advisory_lock])
@@ -84,10 +84,9 @@ def test_without_timeout_it_waits(key: str, form: Any) -> None:
     assert order == ["holder", "waiter"]
 
 
-@pytest.mark.parametrize("effect", [pglock.Raise, pglock.Raise()])
-def test_raise_raises_what_call_sites_catch(taken: str, effect: Any) -> None:
+def test_raise_raises_what_call_sites_catch(taken: str) -> None:
     """An `OperationalError` of Django, which `LockNotAcquired` is as well."""
-    for error in (OperationalError, LockNotAcquired):
+    for effect, error in ((pglock.Raise, OperationalError), (pglock.Raise(), LockNotAcquired)):
         with pytest.raises(error), advisory(taken, timeout=0, side_effect=effect):
             pass
 
@@ -171,13 +170,6 @@ def test_object_may_be_shared_by_threads(key: str) -> None:
         assert not distlock(key).locked()
 
 
-def test_session_may_take_it_again(key: str) -> None:
-    """A block inside of its own."""
-    with advisory(key) as outer, advisory(key, timeout=0) as inner:
-        assert (outer, inner) == (True, True)
-    assert not distlock(key).locked()
-
-
 def test_shared_locks_are_held_by_many(key: str) -> None:
     """And by nobody who wants it alone."""
     with elsewhere(lambda: advisory(key, shared=True)):
@@ -253,31 +245,26 @@ def test_transaction_keeps_it_until_the_commit(key: str) -> None:
     assert eventually(lambda: not distlock(key).locked())
 
 
-@pytest.mark.parametrize("lock_id", ["name", 5, (5, 9)])
-def test_pglocks_form(key: str, lock_id: Any) -> None:
-    """Texts, numbers and pairs; with `wait=False` a bool; shared by many."""
-    lock_id = f"{key}-{lock_id}" if isinstance(lock_id, str) else lock_id
-    with elsewhere(lambda: advisory_lock(lock_id)):
-        with advisory_lock(lock_id, wait=False) as acquired:
-            assert acquired is False
-        with advisory_lock(lock_id, True, False) as acquired:
-            assert acquired is False
-    with (
-        elsewhere(lambda: advisory_lock(lock_id, shared=True)),
-        advisory_lock(lock_id, shared=True, wait=False, using="default") as acquired,
-    ):
-        assert acquired is True
-
-
-def test_pglocks_form_decorates(key: str) -> None:
-    """As what `contextmanager` makes does."""
+def test_pglocks_form(key: str) -> None:
+    """Texts, numbers and pairs; with `wait=False` a bool; shared by many; a decorator."""
+    ids: tuple[Any, ...] = (f"{key}-name", 5, (5, 9))
+    for lock_id in ids:
+        with elsewhere(partial(advisory_lock, lock_id)):
+            with advisory_lock(lock_id, wait=False) as acquired:
+                assert acquired is False
+            with advisory_lock(lock_id, True, False) as acquired:
+                assert acquired is False
+        with (
+            elsewhere(partial(advisory_lock, lock_id, shared=True)),
+            advisory_lock(lock_id, shared=True, wait=False, using="default") as acquired,
+        ):
+            assert acquired is True
 
     @advisory_lock(key)
     def work() -> bool:
         return distlock(key).locked()
 
-    assert work() is True
-    assert work() is True
+    assert [work(), work()] == [True, True]
 
 
 async def test_pgware_form_is_awaited(key: str) -> None:
