@@ -291,5 +291,3 @@ def test_bridges_that_cannot_be() -> None:
         pytest.raises(ImproperlyConfigured, match="bridge must be an old lock"),
     ):
         lock_backends[backend]
-
-
