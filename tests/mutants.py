@@ -174,7 +174,7 @@ MUTANTS = (
         "a thread reuses a session that has been closed", "postgres", BORROWING,
         old=r"if not _has_ended\(template\):", new="if True:",
         test="tests/integration/test_connections.py::test_session_cut_while_idle_is_replaced_unseen",
-        case="functions-acquire-thread",
+        case="functions-thread",
     ),
     Mutant(
         "a closed connection is reused", "redis", f"{REDIS}/lines.py",

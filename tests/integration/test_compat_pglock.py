@@ -49,7 +49,7 @@ def taken(key: str) -> Iterator[str]:
 
 
 def test_block_is_told_whether_it_was_acquired(key: str) -> None:
-    """True at once where nobody has it, also inside of its own, and nobody else has it meanwhile."""
+    """True at once where nobody has it, also inside of its own; nobody else has it meanwhile."""
     with advisory(key) as acquired:
         assert acquired is True
         with advisory(key, timeout=0) as inner:
