@@ -700,7 +700,7 @@ MUTANTS = (
             "tests/integration/test_distlock_release.py"
             "::test_all_who_share_a_key_are_shown_and_lose_it"
         ),
-        case="{backend}-prefix",
+        case="{backend}",
     ),
     Mutant(
         "a task that calls itself is taken for its delivery", "default",

@@ -63,7 +63,7 @@ def still_held(grants: list[Grant]) -> list[bool]:
 # What is released
 
 
-@pytest.mark.parametrize("alias", STORE)
+@pytest.mark.parametrize("alias", ["postgres", "redis"])
 def test_key_is_taken_from_its_holder(key: str, alias: str) -> None:
     """The fence moves, the key is free, and who did it is kept."""
     grant = hold(alias, key)
@@ -103,18 +103,17 @@ def test_output_that_cannot_be_written_stops_no_release(
     assert still_held(grants) == [False] * 3
 
 
-@pytest.mark.parametrize("what", [["{key}"], ["--prefix", "{key}"]], ids=["key", "prefix"])
 @pytest.mark.parametrize("alias", STORE)
-def test_all_who_share_a_key_are_shown_and_lose_it(key: str, alias: str, what: list[str]) -> None:
-    """Each by its own lease."""
+def test_all_who_share_a_key_are_shown_and_lose_it(key: str, alias: str) -> None:
+    """Each by its own lease, whether the key is named or the beginning of it."""
     store = lock_backends[alias]
-    grants = [take(store, key, 60, permits=3) for _ in range(3)]
-    arguments = [each.format(key=key) for each in what]
-    document = run("distlock_release", *arguments, f"--backend={alias}", *FORCED, "--json").json
-    assert {each["fence"] for each in document["found"]} == {each.fence for each in grants}
-    assert [each["result"] for each in document["outcomes"]] == ["done"] * 3
-    assert store.read(key) is None
-    assert not any(map(store.extend, grants))
+    for what in ((key,), ("--prefix", key)):
+        grants = [take(store, key, 60, permits=3) for _ in range(3)]
+        document = run("distlock_release", *what, f"--backend={alias}", *FORCED, "--json").json
+        assert {each["fence"] for each in document["found"]} == {each.fence for each in grants}
+        assert [each["result"] for each in document["outcomes"]] == ["done"] * 3
+        assert store.read(key) is None
+        assert not any(map(store.extend, grants))
 
 
 def test_user_whose_name_is_no_text_is_told(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,22 +198,22 @@ def test_json_tells_what_became_of_each(grants: list[Grant], key: str) -> None:
     assert still_held(grants) == [False] * 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "held"),
-    [
-        (["--host", "{key}-host-0"], [False, True, False]),
-        (["--task", "{key}-1"], [True, False, True]),
-        (["--prefix", "{key}:2"], [True, True, False]),
-        (["--prefix", "{key}", "--host", "{key}-host-0", "--task", "{key}-0"], [False, True, True]),
-    ],
-)
-def test_filters_choose_what_goes(
-    grants: list[Grant], key: str, arguments: list[str], held: list[bool]
-) -> None:
-    """Together, they narrow."""
-    chosen = [each.format(key=key) for each in arguments]
-    assert run("distlock_release", *chosen, OF, *FORCED).status == 0
-    assert still_held(grants) == held
+def test_filters_choose_what_goes(grants: list[Grant], key: str) -> None:
+    """Together, they narrow; one after the other, each takes its own."""
+    every, first = ("--prefix", key), ("--host", f"{key}-host-0")
+    for arguments, held in (
+        ((*every, *first, "--task", f"{key}-0"), [False, True, True]),
+        ((*every, *first, "--task", f"{key}-1"), [False, True, True]),
+        (("--task", f"{key}-1"), [False, False, True]),
+    ):
+        run("distlock_release", *arguments, OF, *FORCED)
+        assert still_held(grants) == held
+    again = [hold("postgres", f"{key}:{number}", f"{key}-host-{number}") for number in range(2)]
+    grants[:2] = again
+    assert run("distlock_release", *first, OF, *FORCED).status == 0
+    assert still_held(grants) == [False, True, False]
+    assert run("distlock_release", "--prefix", f"{key}:1", OF, *FORCED).status == 0
+    assert still_held(grants) == [False, False, False]
 
 
 def test_key_that_fails_takes_nothing_from_the_others(key: str, sqlite: str) -> None:
@@ -289,21 +288,23 @@ def test_question_is_asked_first(grants: list[Grant], key: str) -> None:
     assert event_of(grants[1].key).reason == "known"
 
 
-@pytest.mark.parametrize("alias", STORE)
 def test_next_holder_of_the_last_moment_is_spared(
-    key: str, alias: str, monkeypatch: pytest.MonkeyPatch
+    key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has the key by the time that the store is asked was shown to nobody."""
-    store, first = lock_backends[alias], hold(alias, key)
+    """Whoever has the key by the time that the store is asked was shown to nobody.
+
+    That each store compares the fences, `tests/contract/test_operators.py` sees.
+    """
+    store, first = lock_backends["postgres"], hold("postgres", key)
     take, later = store._force_release, []
 
     def hand_on(*args: Any, **more: Any) -> Any:
         store.release(first)
-        later.append(hold(alias, key))
+        later.append(hold("postgres", key))
         return take(*args, **more)
 
     monkeypatch.setattr(store, "_force_release", hand_on)
-    ran = run("distlock_release", key, f"--backend={alias}", *FORCED, "--json")
+    ran = run("distlock_release", key, OF, *FORCED, "--json")
     assert ran.status == 1
     [outcome] = ran.json["outcomes"]
     assert (outcome["result"], outcome["held"]["fence"]) == ("nothing", later[0].fence)
@@ -311,16 +312,15 @@ def test_next_holder_of_the_last_moment_is_spared(
     assert no_event_of(key)
 
 
-@pytest.mark.parametrize("what", [["{key}"], ["--prefix", "{key}"], ["--host", "{key}"]])
-def test_nothing_to_release_is_status_1(key: str, what: list[str]) -> None:
+def test_nothing_to_release_is_status_1(key: str) -> None:
     """Something was to be released, and was not."""
-    chosen = [each.format(key=key) for each in what]
-    ran = run("distlock_release", *chosen, OF, *FORCED)
-    assert ran.status == 1
-    assert "No locks match." in ran.out
-    ran = run("distlock_release", *chosen, OF, *FORCED, "--json")
-    assert (ran.status, ran.json["found"], ran.json["outcomes"]) == (1, [], [])
-    assert run("distlock_release", *chosen, OF, "--dry-run").status == 0
+    for chosen in ((key,), ("--prefix", key), ("--host", key)):
+        ran = run("distlock_release", *chosen, OF, *FORCED)
+        assert ran.status == 1
+        assert "No locks match." in ran.out
+        ran = run("distlock_release", *chosen, OF, *FORCED, "--json")
+        assert (ran.status, ran.json["found"], ran.json["outcomes"]) == (1, [], [])
+        assert run("distlock_release", *chosen, OF, "--dry-run").status == 0
 
 
 def test_successor_is_spared(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,52 +343,43 @@ def test_successor_is_spared(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert no_event_of(key)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "rule"),
-    [
-        ([], 2, "Give either a KEY"),
-        (["key", "--prefix=k"], 2, "Give either a KEY"),
-        (["--prefix="], 2, "must not be empty"),
-        (["key", "--force"], 2, "--force requires --reason"),
-        (["key", "--force", "--reason= "], 2, "--force requires --reason"),
-        (["key", "--force", f"--reason={'x' * 201}"], 2, "at most 200 characters"),
-        (["key", "--json"], 2, "--json cannot ask for confirmation"),
-        (["key\0", *FORCED], 2, "NUL"),
-        (["key", *FORCED, "--backend=nowhere"], 1, "'nowhere' is not configured"),
-        (["key", *FORCED, "--backend=memory"], 1, "in process memory"),
-        # Nothing is known about the key.
-        (["key", *FORCED, "--backend=dead"], 69, "dead"),
-        (["--prefix=key", *FORCED, "--backend=dead"], 69, "dead"),
-    ],
-)
-def test_slips_release_nothing(
-    grants: list[Grant], arguments: list[str], status: int, rule: str
-) -> None:
+def test_slips_release_nothing(grants: list[Grant]) -> None:
     """An error says which rule was broken, or that the store is away."""
+    key = grants[0].key
     with override_settings(DISTLOCK={**settings.DISTLOCK, "dead": DEAD}):
-        ran = run(
-            "distlock_release", *(grants[0].key if each == "key" else each for each in arguments)
-        )
-    assert rule in ran.err
-    assert ran.status == status
-    assert still_held(grants) == [True] * 3
+        for arguments, status, rule in (
+            ([], 2, "Give either a KEY"),
+            ([key, "--prefix=k"], 2, "Give either a KEY"),
+            (["--prefix="], 2, "must not be empty"),
+            ([key, "--force"], 2, "--force requires --reason"),
+            ([key, "--force", "--reason= "], 2, "--force requires --reason"),
+            ([key, "--force", f"--reason={'x' * 201}"], 2, "at most 200 characters"),
+            ([key, "--json"], 2, "--json cannot ask for confirmation"),
+            ([f"{key}\0", *FORCED], 2, "NUL"),
+            ([key, *FORCED, "--backend=nowhere"], 1, "'nowhere' is not configured"),
+            ([key, *FORCED, "--backend=memory"], 1, "in process memory"),
+            # Nothing is known about the key.
+            ([key, *FORCED, "--backend=dead"], 69, "dead"),
+            (["--prefix=key", *FORCED, "--backend=dead"], 69, "dead"),
+        ):
+            ran = run("distlock_release", *arguments)
+            assert rule in ran.err
+            assert (ran.status, rule) == (status, rule)
+            assert still_held(grants) == [True] * 3, rule
 
 
-@pytest.mark.parametrize(
-    ("arguments", "alias", "code"),
-    [
-        (["distlock_release", "--prefix=key", *FORCED], "dead", "service_unavailable"),
-        (["distlock_release", "key", *FORCED], "memory", "unsupported"),
-        (["distlock_cleanup"], "memory", "unsupported"),
-        (["distlock_show", "key"], "memory", "unsupported"),
-        (["distlock_fence", "raise", "key", "--to=5"], "memory", "unsupported"),
-    ],
-)
-def test_json_tells_which_backend_was_refused(arguments: list[str], alias: str, code: str) -> None:
+def test_json_tells_which_backend_was_refused() -> None:
     """One document, also where nothing was done."""
     with override_settings(DISTLOCK={**settings.DISTLOCK, "dead": DEAD}):
-        [failure] = run(*arguments, f"--backend={alias}", "--json").json["failures"]
-    assert (failure["backend"], failure["code"]) == (alias, code)
+        for arguments, alias, code in (
+            (["distlock_release", "--prefix=key", *FORCED], "dead", "service_unavailable"),
+            (["distlock_release", "key", *FORCED], "memory", "unsupported"),
+            (["distlock_cleanup"], "memory", "unsupported"),
+            (["distlock_show", "key"], "memory", "unsupported"),
+            (["distlock_fence", "raise", "key", "--to=5"], "memory", "unsupported"),
+        ):
+            [failure] = run(*arguments, f"--backend={alias}", "--json").json["failures"]
+            assert (failure["backend"], failure["code"]) == (alias, code)
 
 
 # Cleanup
@@ -445,17 +436,14 @@ class Terminal(StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "rule"),
-    [
-        (["--batch=0"], 1, "'0' is not a number from 1 to 100000"),
-        (["--older-than=-1"], 1, "--older-than"),
-        (["--backend=nowhere"], 1, "'nowhere' is not configured"),
-        (["--backend=memory"], 1, "in process memory"),
-    ],
-)
-def test_slips_clean_nothing(arguments: list[str], status: int, rule: str) -> None:
+def test_slips_clean_nothing() -> None:
     """An error says which rule was broken, and is no backend's that did not answer."""
-    ran = run("distlock_cleanup", *arguments)
-    assert rule in ran.err
-    assert (ran.status, ran.out) == (status, "")
+    for argument, rule in (
+        ("--batch=0", "'0' is not a number from 1 to 100000"),
+        ("--older-than=-1", "--older-than"),
+        ("--backend=nowhere", "'nowhere' is not configured"),
+        ("--backend=memory", "in process memory"),
+    ):
+        ran = run("distlock_cleanup", argument)
+        assert rule in ran.err
+        assert (ran.status, ran.out) == (1, "")
