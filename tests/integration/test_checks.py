@@ -57,17 +57,15 @@ BAD: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_setting_is_reported(kind: str) -> None:
+def test_bad_setting_is_reported() -> None:
     """Each kind of mistake in `DISTLOCK` is one E001 that names it; the check itself goes on."""
-    setting, named = BAD[kind]
-    with override_settings(DISTLOCK=setting):
-        messages = found("default")
-    assert [each.id for each in messages] == ["distlock.E001"]
-    assert named in messages[0].msg
-    assert messages[0].is_serious()
-    # Django prints what a message is about.
-    assert str(messages[0]).startswith("?: " if setting == [] else "x: ")
+    for kind, (setting, named) in BAD.items():
+        with override_settings(DISTLOCK=setting):
+            (message,) = found("default")
+        assert (message.id, message.is_serious()) == ("distlock.E001", True), kind
+        assert named in message.msg
+        # Django prints what a message is about.
+        assert str(message).startswith("?: " if setting == [] else "x: ")
 
 
 def test_setting_that_does_not_exist_is_reported() -> None:

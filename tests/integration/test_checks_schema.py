@@ -97,39 +97,33 @@ def test_account_that_may_not_read_what_was_applied(postgresql: str) -> None:
 # Functions, and the trigger that keeps the counters
 
 
-def test_missing_functions(postgresql: str) -> None:
-    """W107 names each; `migrate` gets through, and brings them."""
+def test_functions_that_are_missing_or_others(postgresql: str) -> None:
+    """W107 names each that is missing, of another release, or in another schema."""
     migrate(postgresql)
     for name in map(function_name, FUNCTIONS):
         ask(postgresql, f"DROP FUNCTION {name}")
         assert f"the function {name} is missing" in found(postgresql)["distlock.W107"]
+    # `migrate` gets through, and brings them.
     assert "(distlock.W107)" in Project(postgresql).manage("migrate")
     assert found(postgresql) == {}
-
-
-@pytest.mark.parametrize("name", [function_name("release"), GUARD])
-def test_function_of_another_release(postgresql: str, name: str) -> None:
-    """W107 where the body is another one, or looks names up by the callers' path."""
-    migrate(postgresql)
-    ((text, signature),) = ask(
-        postgresql,
-        "SELECT pg_get_functiondef(oid), oid::regprocedure::text FROM pg_proc WHERE proname = %s",
-        name,
-    )
-    for change in (
-        text.replace("BEGIN", "BEGIN -- as it was", 1),
-        f"ALTER FUNCTION {signature} RESET search_path",
-    ):
-        ask(postgresql, change)
-        told = found(postgresql)["distlock.W107"]
-        assert told.endswith(f", the function {name} is not that of this release.")
-        migrate(postgresql)
-        assert found(postgresql) == {}
-
-
-def test_function_of_another_schema(postgresql: str) -> None:
-    """W107 where the tables are without it: it is called there, whatever else is on the path."""
-    migrate(postgresql)
+    for name in (function_name("release"), GUARD):
+        ((text, signature),) = ask(
+            postgresql,
+            "SELECT pg_get_functiondef(oid), oid::regprocedure::text FROM pg_proc"
+            " WHERE proname = %s",
+            name,
+        )
+        # Its body is another one, or looks names up by the callers' path.
+        for change in (
+            text.replace("BEGIN", "BEGIN -- as it was", 1),
+            f"ALTER FUNCTION {signature} RESET search_path",
+        ):
+            ask(postgresql, change)
+            told = found(postgresql)["distlock.W107"]
+            assert told.endswith(f", the function {name} is not that of this release.")
+            migrate(postgresql)
+            assert found(postgresql) == {}
+    # It is called where the tables are, whatever else is on the path.
     name = function_name("acquire")
     ask(postgresql, "CREATE SCHEMA attic")
     ((signature,),) = ask(
@@ -181,22 +175,22 @@ def test_schema_where_others_may_create(postgresql: str) -> None:
         ask(postgresql, f"DROP ROLE {group}, {stranger}, {owner}")
 
 
-@pytest.mark.parametrize("how", ["DROP TRIGGER {} ON {}", "ALTER TABLE {1} DISABLE TRIGGER {0}"])
-def test_functions_that_nobody_calls(postgresql: str, how: str) -> None:
-    """Without `server_functions` none is missed, and the trigger is, missing or disabled."""
+def test_functions_that_nobody_calls(postgresql: str) -> None:
+    """Without `server_functions` none is missed, and the trigger is, missing or disabled.
+
+    Not where PL/pgSQL may not be used, as the migration allows for.
+    """
     migrate(postgresql)
     for operation in FUNCTIONS:
         ask(postgresql, f"DROP FUNCTION {function_name(operation)}")
     assert found(postgresql, server_functions=False) == {}
-    ask(postgresql, how.format(TRIGGER, FENCES))
-    told = found(postgresql, server_functions=False)["distlock.W107"]
-    assert f"the trigger {TRIGGER} is missing or disabled" in told
-
-
-def test_role_without_the_language(postgresql: str) -> None:
-    """Where PL/pgSQL may not be used, as the migration allows for, the trigger is not missed."""
-    migrate(postgresql)
-    ask(postgresql, f"DROP TRIGGER {TRIGGER} ON {FENCES}")
+    for change in (
+        f"ALTER TABLE {FENCES} DISABLE TRIGGER {TRIGGER}",
+        f"DROP TRIGGER {TRIGGER} ON {FENCES}",
+    ):
+        ask(postgresql, change)
+        told = found(postgresql, server_functions=False)["distlock.W107"]
+        assert f"the trigger {TRIGGER} is missing or disabled" in told
     ask(postgresql, "REVOKE USAGE ON LANGUAGE plpgsql FROM PUBLIC")
     with role(postgresql, f"GRANT SELECT ON {SALT} TO shop_app") as limited:
         assert found(limited, server_functions=False) == {}
@@ -224,8 +218,11 @@ LOST = {
 }  # fmt: skip
 
 
-def test_missing_index(empty: str) -> None:
-    """W111 names the table and the column, and nothing when the index is back."""
+def test_what_somebody_has_dropped(empty: str) -> None:
+    """W111 names the table, and the index, key, check or column; nothing when it is back.
+
+    A column may lack where a pre-release has applied the migration.
+    """
     migrate(empty)
     drop_index(empty)
     told = found(empty)
@@ -234,6 +231,19 @@ def test_missing_index(empty: str) -> None:
     assert told["distlock.W111"].endswith("lacks the index on task_id.")
     ask(empty, "CREATE INDEX again ON django_distlock_heldlock (task_id)")
     assert found(empty) == {}
+    for statement, said in LOST[connections[empty].vendor].items():
+        ask(empty, statement)
+        assert said in found(empty)["distlock.W111"]
+    if connections[empty].vendor == "sqlite":
+        # Its keys and constraints go with no statement of their own.
+        ask(empty, "DROP TABLE django_distlock_fencecounter")
+        columns = "storage_key text, key text, fence bigint, paused_until bigint, paused_by text"
+        ask(empty, f"CREATE TABLE django_distlock_fencecounter ({columns})")
+        message = found(empty)["distlock.W111"]
+        assert "its primary key (storage_key), django_distlock_fencecounter_max" in message
+    else:
+        ask(empty, "ALTER TABLE django_distlock_fencecounter DROP COLUMN closed_until")
+    assert "the column closed_until" in found(empty)["distlock.W111"]
 
 
 @pytest.mark.parametrize("kind", ["mysql", "postgresql", "sqlite"])
@@ -261,27 +271,3 @@ def test_tables_renamed_as_the_page_says(request: pytest.FixtureRequest, kind: s
     where = " ON acme_events" if kind == "mysql" else ""
     ask(using, f"DROP INDEX {index_name('events', 'kind')}{where}")
     assert "distlock_events_kind" in project.run(f"{__name__}:found", "default")["distlock.W111"]
-
-
-def test_missing_column(empty: str) -> None:
-    """W111 names it: a migration that a pre-release has applied made the table without it."""
-    migrate(empty)
-    ask(empty, "ALTER TABLE django_distlock_fencecounter DROP COLUMN closed_until")
-    told = found(empty)
-    assert list(told) == ["distlock.W111"]
-    assert told["distlock.W111"].endswith("lacks the column closed_until.")
-
-
-def test_missing_constraints(empty: str) -> None:
-    """W111 names keys, unique indexes and checks that somebody has dropped."""
-    migrate(empty)
-    for statement, said in LOST[connections[empty].vendor].items():
-        ask(empty, statement)
-        assert said in found(empty)["distlock.W111"]
-    if connections[empty].vendor == "sqlite":
-        # Its keys and constraints go with no statement of their own.
-        ask(empty, "DROP TABLE django_distlock_fencecounter")
-        columns = "storage_key text, key text, fence bigint, paused_until bigint, paused_by text"
-        ask(empty, f"CREATE TABLE django_distlock_fencecounter ({columns})")
-        told = found(empty)["distlock.W111"]
-        assert "its primary key (storage_key), django_distlock_fencecounter_max" in told
