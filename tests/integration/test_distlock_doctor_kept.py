@@ -92,15 +92,34 @@ def found(store: BaseLockBackend, number: str, level: str = "warning") -> dict[s
 # Holders and waiters
 
 
-def test_sound_store_has_nothing(store: BaseLockBackend) -> None:
-    """Locks of live processes, those of other hosts, short pauses and a waiter are no finding."""
+def test_sound_store_until_its_keys_are_fought_for_or_paused(
+    store: BaseLockBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks of live processes, those of other hosts, short pauses and a waiter are no finding.
+
+    D003 names a key for which many wait, and no other; D007 a key with a long pause.
+    """
     take(store, "mine", 60, holder=current_holder())
     # A process of the same number elsewhere proves nothing, nor does one before a restart.
     take(store, "theirs", 60, holder=ELSEWHERE)
     take(store, "before", 60, holder=replace(current_holder(), boot_id="before/1", pid=2**22 - 1))
     store.waiters.note("mine", current_holder(), 60)
-    store.pause("report", store.clock() + timedelta(minutes=5), "Ada")
+    store.pause("ledger", store.clock() + timedelta(minutes=50), "Ada")
     assert ids(store) == []
+    store.pause("report", store.clock() + timedelta(hours=30), "Ada")
+    paused = found(store, "D007")
+    assert paused["keys"] == ["report"]
+    assert "by Ada for another 1 d 5 h" in paused["message"]
+    store.pause("report", None)
+    assert ids(store) == []
+    monkeypatch.setattr(kept, "MANY_WAITERS", 6)
+    for number in range(6):
+        store.waiters.note("invoice:42", Holder(host=f"web-{number}"), 60)
+        if number:
+            store.waiters.note("invoice:43", Holder(host=f"web-{number}"), 60)
+    wanted = found(store, "D003")
+    assert wanted["keys"] == ["invoice:42"]
+    assert "'invoice:42' (6)" in wanted["message"]
 
 
 def test_what_dead_processes_leave(store: BaseLockBackend, dead: Holder) -> None:
@@ -179,10 +198,9 @@ def is_over(made: BaseLockBackend, key: str) -> bool:
     return record is None or record.expires_at is None or record.expires_at <= made.clock()
 
 
-@pytest.mark.parametrize("alias", ["postgres", "redis"])
-def test_lock_in_its_grace(alias: str, key: str) -> None:
+def test_lock_in_its_grace(key: str) -> None:
     """D004: its lease is over, nobody has renewed it, and nobody else may have it yet."""
-    with examined(alias, key) as made:
+    with examined("redis", key) as made:
 
         def is_seen() -> bool:
             # The grace lasts for a second: on a busy machine it may be over before the look.
@@ -195,19 +213,7 @@ def test_lock_in_its_grace(alias: str, key: str) -> None:
         assert eventually(is_seen, PATIENCE)
 
 
-def test_very_many_waiters(store: BaseLockBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D003: a key that is fought for is named, with how many wait; one with fewer is not."""
-    monkeypatch.setattr(kept, "MANY_WAITERS", 6)
-    for number in range(6):
-        store.waiters.note("invoice:42", Holder(host=f"web-{number}"), 60)
-        if number:
-            store.waiters.note("invoice:43", Holder(host=f"web-{number}"), 60)
-    finding = found(store, "D003")
-    assert finding["keys"] == ["invoice:42"]
-    assert "'invoice:42' (6)" in finding["message"]
-
-
-# Fences, clocks and pauses
+# Fences and clocks
 
 
 def test_fence_above_its_counter(postgresql: str, key: str) -> None:
@@ -252,17 +258,6 @@ def test_grant_in_the_future(key: str) -> None:
         finding = found(made, "D012")
     assert finding["keys"] == ["invoice:42"]
     assert "9 min 5" in finding["message"]
-
-
-def test_long_pause(store: BaseLockBackend) -> None:
-    """D007: who paused the key is told, and until when. Resumed, nothing is found."""
-    store.pause("report", store.clock() + timedelta(hours=30), "Ada")
-    store.pause("ledger", store.clock() + timedelta(minutes=50), "Ada")
-    finding = found(store, "D007")
-    assert finding["keys"] == ["report"]
-    assert "by Ada for another 1 d 5 h" in finding["message"]
-    store.pause("report", None)
-    assert ids(store) == []
 
 
 # Bounds

@@ -128,8 +128,11 @@ def test_clock_of_this_host_is_off(alias: str, monkeypatch: pytest.MonkeyPatch) 
 # Wake-ups, speed, connections
 
 
-def test_wake_ups_behind_a_pooler(key: str) -> None:
-    """D008: none arrive through it. An alias that goes around it is what helps."""
+def test_store_behind_a_pooler(key: str) -> None:
+    """D008: no wake-up arrives through it. An alias that goes around it is what helps.
+
+    E301: nor can a session lock be taken. The locking that was tried says so as well.
+    """
     with pgbouncer() as address, alias_like("default", **address) as using:
         with database(using):
             message = of(asked())["D008"]["message"]
@@ -138,15 +141,24 @@ def test_wake_ups_behind_a_pooler(key: str) -> None:
         with database(using, listen_using="default"):
             lock_backends["locks"].waiters.note(key, current_holder(), 60)
             assert "D008" not in of(asked())
+        given = {"BACKEND": ADVISORY, "OPTIONS": {"using": using}}
+        with override_settings(DISTLOCK={"locks": given}):
+            found = of(diagnose())
         connections[using].close()
+    assert found["E301"]["address"] == page("howto/use-session-locks")
+    assert (found["D011"]["level"], found["D011"]["backend"]) == ("error", "locks")
 
 
-def test_wake_ups_that_a_user_may_not_hear() -> None:
-    """D008 on Redis: a user without the channel."""
+def test_user_of_redis_who_may_less_or_is_unknown() -> None:
+    """D008: one without the channel of wake-ups. D011 of a wrong password says what to look at."""
     with private_redis(durable=True) as running, Redis.from_url(running.url) as client:
         client.execute_command("ACL", "SETUSER", "shop", "on", ">secret", "~*", "+@all")
         with redis(running.url.replace("redis://", "redis://shop:secret@")):
             assert "may not subscribe" in of(asked())["D008"]["message"]
+        with redis(running.url.replace("redis://", "redis://shop:wrong@")):
+            found = of(diagnose())
+    assert set(found) == {"D011"}
+    assert "password" in found["D011"]["hint"]
 
 
 def test_slow_way_to_the_server() -> None:
@@ -269,27 +281,6 @@ def test_slow_stores_have_one_time_together(key: str, monkeypatch: pytest.Monkey
         else:
             assert looks["clock"].mark is Mark.OK
             assert "clock" not in looks["not asked"].text
-
-
-def test_wrong_password() -> None:
-    """D011 says what to look at."""
-    with private_redis(durable=True) as running, Redis.from_url(running.url) as client:
-        client.execute_command("ACL", "SETUSER", "shop", "on", ">right", "~*", "+@all")
-        with redis(running.url.replace("redis://", "redis://shop:wrong@")):
-            found = of(diagnose())
-    assert set(found) == {"D011"}
-    assert "password" in found["D011"]["hint"]
-
-
-def test_pooler_before_session_locks() -> None:
-    """E301: no lock can be taken through it. The locking that was tried says so as well."""
-    with pgbouncer() as address, alias_like("default", **address) as using:
-        given = {"BACKEND": ADVISORY, "OPTIONS": {"using": using}}
-        with override_settings(DISTLOCK={"locks": given}):
-            found = of(diagnose())
-        connections[using].close()
-    assert found["E301"]["address"] == page("howto/use-session-locks")
-    assert (found["D011"]["level"], found["D011"]["backend"]) == ("error", "locks")
 
 
 def test_database_on_which_no_lock_can_be_taken(postgresql: str) -> None:
@@ -419,20 +410,29 @@ def test_backend_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 # Data that is lost
 
 
-@pytest.fixture(params=["distlock", "x" * 600], ids=["short", "long"])
+@pytest.fixture
 def flushable(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Give a client of a Redis of this test, on which the backend is, with a `KEY_PREFIX`."""
     with (
         private_redis() as server,
-        redis(server.url, KEY_PREFIX=request.param),
+        redis(server.url, KEY_PREFIX=getattr(request, "param", "distlock")),
         Redis.from_url(server.url) as client,
     ):
         yield client
 
 
+@pytest.mark.parametrize("flushable", ["distlock", "x" * 600], ids=["short", "long"], indirect=True)
 def test_redis_that_was_emptied_is_found_until_it_is_accepted(flushable: Any) -> None:
-    """D022: it says since when, as often as it is asked, also where nothing is written."""
-    before = lock_backends["locks"].clock()
+    """D022: it says since when, as often as it is asked, also where nothing is written.
+
+    A first look that may not write leaves no mark, and says that it can compare nothing yet.
+    """
+    store: Any = lock_backends["locks"]
+    before = store.clock()
+    mark, text = look(compared(writes=False), "data")
+    assert mark is Mark.SKIPPED
+    assert "not marked yet" in text
+    assert store.data_mark() is None
     mark, text = look(compared(), "data")
     assert (mark, text[:6]) == (Mark.OK, "marked")
     mark, text = look(compared(), "data")
@@ -480,30 +480,8 @@ def test_mark_is_made_once(key: str, alias: str) -> None:
         store.store.command("DEL", store._data_mark_at)
 
 
-def test_project_without_databases_is_examined(flushable: Any, key: str) -> None:
-    """As without a table: what would be stored in one is left out, and a command says so."""
-    with (
-        alias_like("sqlite", ENGINE="django.db.backends.dummy") as nothing,
-        override_settings(DATABASE_ROUTERS=[Routed(nothing, APP, others="default")]),
-    ):
-        mark, text = look(compared(), "data")
-        ran = run("distlock_fence", "seen", key)
-    assert mark is Mark.SKIPPED
-    assert "No database stores the table SeenFence" in text
-    assert ran.status == 1
-    assert "No database stores the table SeenFence" in ran.err
-
-
-def test_first_look_that_may_not_write_leaves_no_mark(flushable: Any) -> None:
-    """And says that it can compare nothing yet."""
-    mark, text = look(compared(writes=False), "data")
-    assert mark is Mark.SKIPPED
-    assert "not marked yet" in text
-    assert lock_backends["locks"].data_mark() is None  # type: ignore[attr-defined]
-
-
-def test_loss_cannot_be_told_without_a_database(flushable: Any) -> None:
-    """It says so, and to accept one is refused."""
+def test_loss_cannot_be_told_without_a_database(flushable: Any, key: str) -> None:
+    """It says so, and to accept one is refused; without a table as without any database."""
     with connections["default"].cursor() as cursor:
         cursor.execute(f"ALTER TABLE {table('seen')} RENAME TO elsewhere")
         try:
@@ -514,6 +492,16 @@ def test_loss_cannot_be_told_without_a_database(flushable: Any) -> None:
     assert mark is Mark.SKIPPED
     assert "data loss cannot be detected" in text
     assert accepted.status == 69
+    with (
+        alias_like("sqlite", ENGINE="django.db.backends.dummy") as nothing,
+        override_settings(DATABASE_ROUTERS=[Routed(nothing, APP, others="default")]),
+    ):
+        mark, text = look(compared(), "data")
+        ran = run("distlock_fence", "seen", key)
+    assert mark is Mark.SKIPPED
+    assert "No database stores the table SeenFence" in text
+    assert ran.status == 1
+    assert "No database stores the table SeenFence" in ran.err
 
 
 def test_only_redis_loses_data_that_way() -> None:
