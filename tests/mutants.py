@@ -277,7 +277,7 @@ MUTANTS = (
         "another user's session is ended because its lock has the same number",
         "advisory", f"{ADVISORY}/sql.py",
         old=r"ON l.pid = x.pid AND l.number", new="ON l.number",
-        test=f"{SESSIONS}::test_stranger_with_the_number_of_a_key", case="psql",
+        test=f"{SESSIONS}::test_stranger_with_the_number_of_a_key", case="",
     ),
     Mutant(
         "anybody can compute the number of an advisory lock",
