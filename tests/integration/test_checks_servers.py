@@ -120,15 +120,15 @@ def test_unlogged_table(postgresql: str) -> None:
     assert "table django_distlock_fencecounter of" in told
 
 
-@pytest.mark.parametrize("setting", ["on", "off"])
-def test_fenced_rows_that_a_crash_may_undo(postgresql: str, setting: str) -> None:
+def test_fenced_rows_that_a_crash_may_undo(postgresql: str) -> None:
     """W108 where models refuse stale fences, and their commits do not wait; locks or not."""
-    options = {"options": f"-c synchronous_commit={setting}"}
-    with (
-        alias_like(postgresql, OPTIONS=options) as using,
-        override_settings(DATABASE_ROUTERS=[Routed(using, "shop")], DISTLOCK={}),
-    ):
-        messages = checks.run_checks(tags=[checks.Tags.database], databases=[using])
-    told = [each.msg for each in messages if each.id == "distlock.W108"]
-    assert len(told) == (setting == "off")
-    assert all("synchronous_commit" in each and "shop." in each for each in told)
+    for setting in ("on", "off"):
+        options = {"options": f"-c synchronous_commit={setting}"}
+        with (
+            alias_like(postgresql, OPTIONS=options) as using,
+            override_settings(DATABASE_ROUTERS=[Routed(using, "shop")], DISTLOCK={}),
+        ):
+            messages = checks.run_checks(tags=[checks.Tags.database], databases=[using])
+        told = [each.msg for each in messages if each.id == "distlock.W108"]
+        assert len(told) == (setting == "off")
+        assert all("synchronous_commit" in each and "shop." in each for each in told)

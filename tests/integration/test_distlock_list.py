@@ -153,26 +153,26 @@ def test_what_cannot_be_seen_is_said(leases: list[Lease], key: str) -> None:
     assert run("distlock_list", OF, "--prefix", f"{key}-none").out == "No lock matches.\n"
 
 
-@pytest.mark.parametrize("command", ["list", "list --transactions", "stats", "cleanup"])
-def test_settings_that_are_wrong_are_no_store_that_is_silent(command: str) -> None:
+def test_settings_that_are_wrong_are_no_store_that_is_silent() -> None:
     """Status 1, and the message says which rule they break; 69 where a store is silent, too."""
-    wrong = {"BACKEND": DATABASE, "TTL": 0}
-    arguments = f"distlock_{command}".split()
-    with override_settings(DISTLOCK={"wrong": wrong, "postgres": settings.DISTLOCK["postgres"]}):
-        ran = run(*arguments)
-    assert ran.status == 1
-    assert "DISTLOCK['wrong']" in ran.err
-    with override_settings(DISTLOCK={"wrong": wrong, "dead": DEAD}):
-        assert run(*arguments).status == (1 if "--transactions" in arguments else 69)
+    wrong = {"wrong": {"BACKEND": DATABASE, "TTL": 0}}
+    for command in ("list", "list --transactions", "stats", "cleanup"):
+        arguments = f"distlock_{command}".split()
+        with override_settings(DISTLOCK={**wrong, "postgres": settings.DISTLOCK["postgres"]}):
+            ran = run(*arguments)
+        assert ran.status == 1, command
+        assert "DISTLOCK['wrong']" in ran.err
+        with override_settings(DISTLOCK={**wrong, "dead": DEAD}):
+            assert run(*arguments).status == (1 if "--transactions" in arguments else 69)
 
 
-@pytest.mark.parametrize("backend", ["memory", "redis"])
-def test_backend_without_transactions_is_an_error_where_nothing_else_is_asked(backend: str) -> None:
+def test_backend_without_transactions_is_an_error_where_nothing_else_is_asked() -> None:
     """Beside others it is only said."""
-    ran = run("distlock_list", "--transactions", f"--backend={backend}")
-    assert (ran.status, ran.out) == (1, "")
-    assert "cannot list transaction locks" in ran.err
-    assert run("distlock_list", "--transactions", f"--backend={backend}", OF).status == 0
+    for backend in ("memory", "redis"):
+        ran = run("distlock_list", "--transactions", f"--backend={backend}")
+        assert (ran.status, ran.out) == (1, "")
+        assert "cannot list transaction locks" in ran.err
+        assert run("distlock_list", "--transactions", f"--backend={backend}", OF).status == 0
 
 
 def test_odd_keys_leave_the_terminal_alone(key: str) -> None:

@@ -283,11 +283,11 @@ def test_project_that_declares_nothing_is_told_so(project: Path) -> None:
     assert (ran.status, ran.out, ran.err) == (0, "No declared key matches.\n", "")
 
 
-@pytest.mark.parametrize(
-    "argument", ["--host=h", "--task=t", "--held-longer-than=0", "--limit=5", "--cursor=c", "--all"]
-)
-def test_arguments_about_held_keys_are_refused(argument: str) -> None:
+def test_arguments_about_held_keys_are_refused() -> None:
     """They would be silently without effect."""
-    ran = run_here("distlock_list", "--declared", argument)
-    assert (ran.status, ran.out) == (2, "")
-    assert f"remove {argument.partition('=')[0]}." in ran.err
+    for argument in (
+        "--host=h", "--task=t", "--held-longer-than=0", "--limit=5", "--cursor=c", "--all"
+    ):  # fmt: skip
+        ran = run_here("distlock_list", "--declared", argument)
+        assert (ran.status, ran.out) == (2, "")
+        assert f"remove {argument.partition('=')[0]}." in ran.err
