@@ -24,6 +24,8 @@ from .projects import PATIENCE, Project, run_python
 from .runs import started, state_of
 
 PROMISES = 7
+#: What is asked for: one late write, or those of some minutes.
+SHORT, LONG = (), ("--minutes", "0.1")
 
 
 @pytest.fixture(params=["default", "sqlite", "mariadb"], ids=["postgresql", "sqlite", "mariadb"])
@@ -146,11 +148,7 @@ def test_path_of_the_project_is_passed_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("signum", "step"),
-    [
-        (signal.SIGINT, "acquires the lock"),
-        (signal.SIGINT, "waits for the lock"),
-        (signal.SIGTERM, "waits for the lock"),
-    ],
+    [(signal.SIGINT, "acquires the lock"), (signal.SIGTERM, "waits for the lock")],
 )
 def test_interrupted_drill_leaves_nothing(signum: int, step: str) -> None:
     """The other process is ended, stopped or not, and the key is free at once."""
@@ -184,36 +182,33 @@ def test_signals_to_the_other_process_leave_no_lock_of_popen_taken(
     assert asked == []
 
 
-@pytest.mark.parametrize(
-    ("backend", "why", "status"),
-    [
+def test_backend_without_anything_to_see_is_refused() -> None:
+    """Its locks are in memory, never end by themselves, or are nowhere."""
+    for backend, why, status in (
         ("memory", "in process memory", 1),
         ("advisory", "has no lease expiry", 2),
         ("nowhere", "'nowhere' is not configured", 1),
-    ],
-)
-def test_backend_without_anything_to_see_is_refused(backend: str, why: str, status: int) -> None:
-    """Its locks are in memory, never end by themselves, or are nowhere."""
-    answer = run("distlock_drill", f"--backend={backend}")
-    assert (answer.status, answer.out) == (status, "")
-    assert why in answer.err
+    ):
+        answer = run("distlock_drill", f"--backend={backend}")
+        assert (answer.status, answer.out) == (status, "")
+        assert why in answer.err
 
 
-@pytest.mark.parametrize("how", [(), ("--minutes", "0.1")], ids=["short", "long"])
-def test_leases_longer_than_the_settings_allow_are_refused(how: tuple[str, ...]) -> None:
+def test_leases_longer_than_the_settings_allow_are_refused() -> None:
     """No process is started that could not hold one."""
-    with locks_on("default", TTL=1, MAX_TTL=1) as alias:
-        ran = run("distlock_drill", f"--backend={alias}", *how)
-    assert (ran.status, ran.out) == (2, "")
-    assert "has a MAX_TTL of 1 s, and the leases of a drill live for 2 s" in ran.err
+    for how in SHORT, LONG:
+        with locks_on("default", TTL=1, MAX_TTL=1) as alias:
+            ran = run("distlock_drill", f"--backend={alias}", *how)
+        assert (ran.status, ran.out) == (2, "")
+        assert "has a MAX_TTL of 1 s, and the leases of a drill live for 2 s" in ran.err
 
 
-@pytest.mark.parametrize("how", [(), ("--minutes", "0.1")], ids=["short", "long"])
-def test_store_that_is_away_ends_with_69(how: tuple[str, ...]) -> None:
+def test_store_that_is_away_ends_with_69() -> None:
     """No process is started, and the document says why."""
-    with override_settings(DISTLOCK={"default": DEAD}):
-        ran = run("distlock_drill", "--json", *how)
-    assert ran.status == 69
-    (failure,) = ran.json["failures"]
-    assert failure["code"] == "service_unavailable"
-    assert failure["message"] in ran.err
+    for how in SHORT, LONG:
+        with override_settings(DISTLOCK={"default": DEAD}):
+            ran = run("distlock_drill", "--json", *how)
+        assert ran.status == 69
+        (failure,) = ran.json["failures"]
+        assert failure["code"] == "service_unavailable"
+        assert failure["message"] in ran.err
