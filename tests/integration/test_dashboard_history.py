@@ -154,34 +154,29 @@ def test_part_of_a_key_is_found(browser: Client, key: str, capsys: Any) -> None:
     assert f"{key}-green" not in out
 
 
-@pytest.mark.parametrize("column", ["state", "key", "left", "age", "holder", "fence", "waiting"])
-def test_list_is_sorted_by_a_column(browser: Client, key: str, column: str) -> None:
+def test_list_is_sorted_by_a_column(browser: Client, key: str) -> None:
     """Up and down; the heading says how, and leads to the other order."""
-    for each, ttl in (("b", 60), ("a", None), ("c", 600)):
+    for each, ttl in (("b", 600), ("a", None), ("c", 6000)):
         take(f"{key}-{each}", ttl, host=f"host-{each}")
     for _ in range(2):
         lock_backends["postgres"].force_release(f"{key}-c")
-        take(f"{key}-c", 600, host="host-c")
-    lock_backends["postgres"].waiters.note(f"{key}-b", Holder(host="w"), 60)
-    up = {"key": "abc", "left": "bca", "age": "cab", "holder": "abc"}
-    found = {
-        order: "".join(keys_shown(browser, begins=key, order=order))
-        for order in (column, f"-{column}")
-    }
-    if column == "fence":
-        assert (found["fence"][2], found["-fence"][0]) == ("c", "c")
-    elif column == "state":
-        assert (found["state"][2], found["-state"][0]) == ("a", "a")
-    elif column == "waiting":
-        assert (found["waiting"][2], found["-waiting"][0]) == ("b", "b")
-    else:
-        assert found == {column: up[column], f"-{column}": up[column][::-1]}
+        take(f"{key}-c", 6000, host="host-c")
+    lock_backends["postgres"].waiters.note(f"{key}-b", Holder(host="w"), 600)
     columns = browser.get(LOCKS).context["overview"].columns
-    assert column in [each.name for each, _order, _sort in columns]
-    for order, other, said in ((column, f"-{column}", "asc"), (f"-{column}", column, "desc")):
-        text = browser.get(LOCKS, {"backend": "postgres", "order": order}).content.decode()
-        assert text.count(f'aria-sort="{said}ending"') == 1
-        assert f'href="?backend=postgres&amp;order={other}"' in text
+    # Where the first ones are alike, the last.
+    up = {
+        "key": "abc", "left": "bca", "age": "cab", "holder": "abc",
+        "fence": "c", "state": "a", "waiting": "b",
+    }  # fmt: skip
+    for column, last in up.items():
+        assert column in [each.name for each, _order, _sort in columns]
+        assert "".join(keys_shown(browser, begins=key, order=column)).endswith(last)
+        down = "".join(keys_shown(browser, begins=key, order=f"-{column}"))
+        assert down.startswith(last[::-1])
+        for order, other, said in ((column, f"-{column}", "asc"), (f"-{column}", column, "desc")):
+            text = browser.get(LOCKS, {"backend": "postgres", "order": order}).content.decode()
+            assert text.count(f'aria-sort="{said}ending"') == 1
+            assert f'href="?backend=postgres&amp;order={other}"' in text
 
 
 def test_whole_store_is_searched_and_sorted(
