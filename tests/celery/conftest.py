@@ -75,7 +75,8 @@ def client_of(broker: Broker) -> Iterator[Celery]:
         consumer.stop()
         # Results that are collected later would end their subscription at a server that is gone.
         consumer._pubsub = None
-        app.backend.client.close()
+        # Its client does not: the pool was made beside it.
+        app.backend.client.connection_pool.disconnect()
         app.close()
 
 
