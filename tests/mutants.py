@@ -430,6 +430,13 @@ MUTANTS = (
         "::test_program_does_not_begin_before_it_is_watched",
     ),
     Mutant(
+        "a fork comes amid a transaction on an SQLite file", "sqlite",
+        "django_distlock/database/borrowing.py",
+        old=r"pool\.finish_files\(until\)", new="pass",
+        test="tests/contract/test_promises_of_waiting.py"
+        "::test_child_does_not_find_a_transaction_of_its_parent",
+    ),
+    Mutant(
         "a session lock is missed whose answer was taken by who was interrupted", "advisory",
         f"{ADVISORY}/session.py", old=r"self\._receive\(until\)\n\n    def look",
         new="self._receive(until)[0]\n\n    def look", case="",
