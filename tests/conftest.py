@@ -7,6 +7,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator
+from weakref import WeakSet
 
 import pytest
 from django.apps import apps
@@ -52,11 +53,13 @@ def _no_connection_is_left() -> Iterator[None]:
     Left to the garbage collector, a socket may be told of before the connection that closes it, as
     a warning in whichever test runs then.
     """
-    before = set(every)
+    # Weak: one that nobody has any more is not kept for a fork that begins anew with all of them.
+    before = WeakSet(every)
     yield
-    for backend in set(every) - before - set(lock_backends._backends.values()):
-        # One whose options were refused is not complete, and has none.
-        if hasattr(backend, "store"):
+    kept = (before, lock_backends._backends.values())
+    for backend in list(every):
+        # One whose options were refused is not complete, and has no connections.
+        if hasattr(backend, "store") and not any(backend in each for each in kept):
             backend._keep_no_connections()
 
 
