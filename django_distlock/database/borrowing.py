@@ -476,7 +476,7 @@ class LockConnections:
             self.tell_waiting()
 
     def finish_files(self, until: float) -> None:
-        """Wait until no connection to an SQLite file is in use, or it is `time.monotonic()`."""
+        """Wait until no connection to an SQLite file is in use: until then at the latest."""
         while any(own.holds_file for own in [*self._every]) and time.monotonic() < until:
             with suppress(Empty):
                 self._freed.get(timeout=LOOK_SECONDS)

@@ -62,8 +62,13 @@ class Leash:
 def script(name: str) -> list[str]:
     """Return what tells an interpreter to run a file of this folder."""
     path = Path(__file__).with_name(name)
+    if path.is_file():
+        return [str(path)]
     # In a zip it is no file.
-    return [str(path)] if path.is_file() else ["-c", (get_data(__package__, name) or b"").decode()]
+    source = get_data(__package__, name)
+    if source is None:
+        raise FileNotFoundError(f"{name} cannot be read from where the package is imported.")
+    return ["-c", source.decode()]
 
 
 def send(address: int, signum: int) -> bool:

@@ -14,8 +14,8 @@ from django.core.management.base import OutputWrapper
 class Printer(OutputWrapper):
     """Prints an escape for each letter of a key that the encoding of the terminal lacks.
 
-    What cannot be printed stops no command in the middle of its work, and changes no exit status:
-    nobody reads it any more, as behind `| head`, the disk is full, or `2>&-` has closed it.
+    A text that cannot be printed stops no command in the middle of its work: nobody reads it any
+    more, as behind `| head`, the disk is full, or `2>&-` has closed the stream.
 
     Attributes:
         failure: Why something is missing that somebody may look for; None: nothing is.
