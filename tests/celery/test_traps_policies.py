@@ -123,6 +123,21 @@ def test_c2_retries_of_the_body_still_count(prefork: Crew) -> None:
     assert [each["retries"] for each in prefork.stage.told("began")] == [0, 1]
 
 
+@pytest.mark.parametrize("store", ["default"])
+def test_end_is_stored_behind_the_state_of_the_attempt_before(hire: Hire, broker: Broker) -> None:
+    """Although that is stored when the next attempt is in the queue already."""
+    slowly = {"result_backend": f"tests.celery.slow_results.SlowResults+{broker.results}"}
+    with hire(settings=slowly, slots=4) as crew:
+        with held_elsewhere(lock_of(crew)):
+            result = crew.send("retry_at_once")
+            crew.until(lambda: len(crew.stage.told("refused")) >= 3, "it is queued again")
+        crew.until(lambda: crew.stage.told("ended"), "it has run")
+        refusals = len(crew.stage.told("refused"))
+        # Celery writes this when it has stored that state.
+        crew.until(lambda: crew.worker.said().count("] retry: ") == refusals, "each is stored")
+        assert crew.outcome(result) == "SUCCESS"
+
+
 def test_c7_tasks_sent_by_name_run_one_at_a_time(prefork: Crew, broker: Broker) -> None:
     """Who sends without knowing the task takes no lock, and need not: the worker does."""
     stranger = Celery("stranger", set_as_current=False)

@@ -43,6 +43,10 @@ ATTEMPT: Final = "distlock_attempt"
 #: Whether the same delivery was seen running.
 AGAIN: Final = "distlock_again"
 
+#: Seconds that a task waits in its queue at least. Celery stores that it is queued again behind
+#: that, over whatever is stored by then: the result of a next run that has come and ended already.
+_STORED_WITHIN: Final = 0.1
+
 #: The id of the task that all of them are about: it may send others with its own headers.
 OF: Final = "distlock_of"
 
@@ -198,7 +202,7 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
     pause = rules.pause(Queued(since, delivery.times), at)
     if pause is None:
         raise error
-    pause = _visible(delivery, pause)
+    pause = _visible(delivery, max(pause, _STORED_WITHIN))
     waits = _note(delivery, rules, error, pause)
     _send(delivery, pause, {UNTIL: until, TIMES: delivery.times + 1, WAITS: waits})
     why = f"{error.key!r} is held"
