@@ -9,7 +9,7 @@ from celery import states
 from celery.backends.redis import RedisBackend
 
 
-class SlowResults(RedisBackend):
+class SlowResults(RedisBackend):  # type: ignore[misc]
     """Redis, where a process is put aside between what it reads of a result and what it writes."""
 
     def _store_result(
@@ -20,7 +20,7 @@ class SlowResults(RedisBackend):
         try:
             return super()._store_result(task_id, result, state, *args, **options)
         finally:
-            vars(self).pop("_get_task_meta_for", None)
+            self.__dict__.pop("_get_task_meta_for", None)
 
     def _read_slowly(self, task_id: str) -> Any:
         meta = super()._get_task_meta_for(task_id)
