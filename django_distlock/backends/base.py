@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace as changed
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Final, Literal, TypeVar
@@ -768,8 +768,10 @@ def _aware(value: datetime, name: str) -> datetime:
 
 
 def _begin_in_child() -> None:
-    for backend in list(every):
-        backend._begin_in_child()
+    # One whose options were refused has not all of its parts, and fails. The others go on.
+    with ExitStack() as stack:
+        for backend in list(every):
+            stack.callback(backend._begin_in_child)
 
 
 in_child(_begin_in_child)

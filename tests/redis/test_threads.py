@@ -16,6 +16,7 @@ from django.test import override_settings
 from django_distlock import distlock, lock_backends
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
+from django_distlock.exceptions import InvalidLockBackend
 from tests.contract.helpers import Later, at_once, listed, take
 from tests.contract.stores_redis import RedisStore
 from tests.keeper import Server
@@ -108,6 +109,23 @@ def test_forked_child_uses_connections_of_its_own(private: Server, client: Any, 
     assert connections(client) == 1
     for each in (told, tell):
         os.close(each)
+
+
+def test_forked_child_uses_its_own_beside_refused_backends(private: Server, key: str) -> None:
+    """What is left of a backend whose options were refused, by its error, stands in no way."""
+    backend = backend_on(private.url)
+    refused = []
+    for _ in range(8):
+        with pytest.raises(InvalidLockBackend) as error:
+            backend_on(options={"cache": "nowhere"})
+        refused.append(error.value)
+    cycles(backend, key, 1)
+
+    def work() -> None:
+        assert backend.store._lines is None
+
+    assert os.waitpid(forked(work), 0)[1] == 0
+    assert refused
 
 
 def forked(work: Callable[[], None]) -> int:
