@@ -35,8 +35,10 @@ Place = tuple[str, str, int | None]
 #: Leases whose place in a trace is kept: those that nobody ever releases are forgotten.
 MOST_HELD: Final = 10_000
 
-#: What stops the hearing, for a pair of providers.
-_installed: dict[tuple[int, int], tuple[ExitStack, MeterProvider, TracerProvider]] = {}
+#: What stops the hearing, for a pair of providers, as they were given to `install`.
+_installed: dict[
+    tuple[int, int], tuple[ExitStack, MeterProvider | None, TracerProvider | None]
+] = {}
 _mutex: Final = threading.Lock()
 
 
@@ -67,11 +69,12 @@ def install(
     """
     heard = Prefixes(prefixes, prefix_of, named)
     least = seconds(shortest_wait, "shortest_wait")
-    meters = metrics.get_meter_provider() if meter_provider is None else meter_provider
-    tracers = trace.get_tracer_provider() if tracer_provider is None else tracer_provider
+    meters, tracers = _providers(meter_provider, tracer_provider)
     name = id(meters), id(tracers)
     with _mutex:
-        if name not in _installed:
+        # Asked again: until the global ones are set, others stand in for them.
+        every = [_providers(*each[1:]) for each in _installed.values()]
+        if (meters, tracers) not in every:
             exporter = _Exporter(name, meters, heard, stores=stores)
             spans = _Spans(tracers, heard, keys=keys, least=least)
             uid, hearing = f"{__name__} {id(meters)} {id(tracers)}", ExitStack()
@@ -79,7 +82,17 @@ def install(
                 each.connect(its_uid)
                 hearing.callback(each.disconnect, its_uid)
             # With the providers, which are kept as long: their ids name them.
-            _installed[name] = hearing, meters, tracers
+            _installed[name] = hearing, meter_provider, tracer_provider
+
+
+def _providers(
+    meters: MeterProvider | None, tracers: TracerProvider | None
+) -> tuple[MeterProvider, TracerProvider]:
+    """Return what was given, and the global ones for what was not."""
+    return (
+        metrics.get_meter_provider() if meters is None else meters,
+        trace.get_tracer_provider() if tracers is None else tracers,
+    )
 
 
 def uninstall() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from unittest.mock import patch
 import pytest
 from django.conf import settings
 from django.test import override_settings
+from opentelemetry import metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -34,6 +36,7 @@ from django_distlock.core.keys import own_key
 from django_distlock.scheduling import scheduled
 from tests.contract.helpers import Later, there
 from tests.contract.locking import eventually, held_elsewhere
+from tests.processes import spawn
 
 #: One backend of each kind.
 ALIASES = ("memory", "sqlite", "postgres", "redis")
@@ -135,6 +138,31 @@ def test_nothing_is_measured_where_it_was_uninstalled(key: str, told: Told) -> N
     assert not gauges & set(told.points())
     told.install()
     assert gauges <= set(told.points())
+
+
+def installed_twice() -> list[int]:
+    """Install before and behind the setting of the global providers; return what was told."""
+    reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
+    meters, tracers = MeterProvider([reader]), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    opentelemetry.install(stores=False)
+    metrics.set_meter_provider(meters)
+    trace.set_tracer_provider(tracers)
+    opentelemetry.install(stores=False)
+    opentelemetry.install(stores=False, meter_provider=meters, tracer_provider=tracers)
+    with distlock("twice:1", backend="memory"):
+        pass
+    data = json.loads(there(reader.get_metrics_data()).to_json())
+    (scope,) = data["resource_metrics"][0]["scope_metrics"]
+    (acquired,) = (each for each in scope["metrics"] if each["name"] == "distlock.acquire")
+    counted = sum(each["value"] for each in acquired["data"]["data_points"])
+    return [counted, len(exporter.get_finished_spans())]
+
+
+def test_global_providers_are_the_same_before_they_are_set() -> None:
+    """What stood in for them hands on: all would be counted twice."""
+    with spawn(f"{__name__}:installed_twice") as process:
+        assert process.result() == [1, 1]
 
 
 def test_store_that_hangs_is_waited_for_once(told: Told) -> None:
