@@ -370,6 +370,29 @@ def _without_migrations(using: str) -> None:
 # Repairs behind `migrate`
 
 
+class EventsElsewhere:
+    """Lets one database have the events, and nothing else of the app."""
+
+    def __init__(self, using: str):
+        self._using = using
+
+    def allow_migrate(
+        self, db: str, app_label: str, model_name: str | None = None, **_: Any
+    ) -> bool | None:
+        """Refuse the other models there; what is about none may go anywhere."""
+        if (db, app_label) != (self._using, APP) or model_name is None:
+            return None
+        return model_name == "lockevent"
+
+
+def test_database_of_the_events_alone_gets_no_functions(postgresql: str) -> None:
+    """They would name tables that are not there, and `migrate` would stop at them."""
+    with override_settings(DATABASE_ROUTERS=[EventsElsewhere(postgresql)]):
+        migrate(postgresql)
+        assert tables(postgresql) & TABLES == {table("events")}
+        assert not bodies(postgresql)
+
+
 def test_functions_that_were_dropped_are_put_back(postgresql: str) -> None:
     """`migrate` with nothing to apply installs each that is missing."""
     migrate(postgresql)

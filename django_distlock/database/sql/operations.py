@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from django.apps import apps
 from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.base.schema import BaseDatabaseSchemaEditor
@@ -139,7 +140,11 @@ def _missing(connection: BaseDatabaseWrapper, schema: str) -> list[str]:
 
 
 def _concerned(connection: BaseDatabaseWrapper, app_label: str) -> bool:
-    return connection.vendor == "postgresql" and router.allow_migrate(connection.alias, app_label)
+    # Asked about a model: the locks' tables are what the scripts need, and a router may send other
+    # models elsewhere.
+    return connection.vendor == "postgresql" and router.allow_migrate_model(
+        connection.alias, apps.get_model(app_label, "HeldLock")
+    )
 
 
 def _schema(connection: BaseDatabaseWrapper) -> tuple[str, bool]:
