@@ -86,7 +86,7 @@ class NotifyLine:
             )
         if row[1]:
             raise NoWakeUps(f"{where} is a standby, which has no wake-ups. {remedy}")
-        asked = f"SELECT {channel()}, {word()} FROM {salt} s".encode()  # noqa: S608
+        asked = f"SELECT {channel()}, {word()} FROM {salt} s"  # noqa: S608
         found = self._raw.execute(asked).fetchone()
         if found is None:
             raise no_secret(salt)

@@ -17,6 +17,7 @@ import psycopg
 import pytest
 from django.db import connections, transaction
 from django.db.backends.signals import connection_created
+from psycopg import sql
 
 from django_distlock import InvalidLockBackend, distlock
 from django_distlock.backends import listening, postgresql
@@ -120,6 +121,30 @@ def hold_until_told(key: str, prefix: str) -> bool:
         print("held")
         input()
         return bool(backend.release(grant))
+
+
+class CommentingCursor(psycopg.Cursor[Any]):
+    """Puts a comment behind each statement, as OpenTelemetry's instrumentation does."""
+
+    def execute(self, query: Any, *arguments: Any, **more: Any) -> Any:
+        """Make a text of whatever it is, which bytes are not."""
+        if isinstance(query, sql.Composable):
+            query = query.as_string(self.connection)
+        return super().execute(f"{query!s} /* traceparent */", *arguments, **more)
+
+
+def test_instrumented_session_hears(listener: DatabaseBackend) -> None:
+    """A tool may take the statements of every connection for texts."""
+
+    def instrument(*, connection: Any, **_: Any) -> None:
+        connection.connection.cursor_factory = CommentingCursor
+
+    connection_created.connect(instrument)
+    try:
+        assert listener.listen(10) is True
+        assert listener.is_listening
+    finally:
+        connection_created.disconnect(instrument)
 
 
 def test_nothing_is_opened_before_somebody_waits(listener: DatabaseBackend, key: str) -> None:
