@@ -138,6 +138,13 @@ def test_staff_with_the_permission_may_ask(user: User) -> None:
         refused(get(name, client=client), 403)
 
 
+def test_user_of_a_project_without_staff_is_refused() -> None:
+    """Such as one whose users have what `AbstractBaseUser` gives them, and no more."""
+    request = RequestFactory().get("/locks/health")
+    request.user = SimpleNamespace(is_authenticated=True, is_active=True)  # type: ignore[assignment]
+    refused(views.health_view(request), 403)
+
+
 def test_token_opens_for_reading() -> None:
     """The right one, in the way that machines show it; a project may have no sessions."""
     for name in NAMES:

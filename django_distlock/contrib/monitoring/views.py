@@ -65,7 +65,8 @@ def _refusal(request: HttpRequest) -> HttpResponse | None:
         user = getattr(request, "user", None)
         if user is None or not user.is_authenticated:
             return _unknown()
-        if user.is_active and user.is_staff and may(user, Operation.VIEW):
+        # A project without Django's admin need not know who is staff.
+        if user.is_active and getattr(user, "is_staff", False) and may(user, Operation.VIEW):
             return None
     except (DatabaseError, InterfaceError):
         return _unknown()  # Nobody can tell.
