@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.conf import settings
@@ -400,6 +402,23 @@ def test_gauges_of_a_killed_process_go(tmp_path: Path, monkeypatch: pytest.Monke
     prometheus._bury_the_dead(tmp_path)
     assert in_files(tmp_path, "held", backend="default") is None
     assert in_files(tmp_path, "done_total") == 1
+
+
+def test_two_scrapes_may_remove_the_same_gauges(tmp_path: Path) -> None:
+    """Each finds the file of a process that is gone; the second one has nothing left to remove."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        pass
+    file = tmp_path / f"gauge_livesum_{child.pid}.db"
+    file.touch()
+    remove = os.remove
+
+    def second(path: str) -> None:
+        remove(path)
+        remove(path)
+
+    with patch("prometheus_client.multiprocess.os.remove", second):
+        prometheus._bury_the_dead(tmp_path)
+    assert not file.exists()
 
 
 def in_files(folder: Path, name: str, **labels: str) -> float | None:

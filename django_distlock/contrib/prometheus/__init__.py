@@ -112,7 +112,9 @@ def _bury_the_dead(folder: Path) -> None:
         try:
             os.kill(int(pid), 0)
         except ProcessLookupError:
-            mark_process_dead(int(pid), str(folder))  # type: ignore[no-untyped-call]
+            # Another scrape, or `child_exit`, may be quicker.
+            with suppress(FileNotFoundError):
+                mark_process_dead(int(pid), str(folder))  # type: ignore[no-untyped-call]
         except (PermissionError, ValueError):
             continue  # Somebody else's, and alive; or no name of the library's.
 
