@@ -29,7 +29,7 @@ def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     found: list[checks.CheckMessage] = []
     backends = {each.using: each for each in configured(FenceTable)}
     for using, backend in backends.items():
-        if not any(router.allow_migrate_model(alias, HeldLock) for alias in _same(using)):
+        if not is_made(HeldLock, using):
             found.append(
                 checks.Warning(
                     f"{where(backend)} keeps its locks in {using!r}, but the database routers do"
@@ -61,6 +61,11 @@ def written_to(model: type[models.Model]) -> str | None:
         return router.db_for_write(model)
     except Exception:  # noqa: BLE001 - code of the project, such as one that asks for a tenant
         return None
+
+
+def is_made(model: type[models.Model], using: str) -> bool:
+    """Whether `migrate` may make the table of a model in the database of an alias."""
+    return any(router.allow_migrate_model(alias, model) for alias in _same(using))
 
 
 def _same(using: str) -> list[str]:

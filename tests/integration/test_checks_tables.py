@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from django.core import checks
 from django.test import override_settings
@@ -10,7 +11,7 @@ from django.test import override_settings
 from tests.backends import DATABASE
 from tests.contract.aliases import alias_like, locks_on
 
-from .databases import TABLES, ask, migrate
+from .databases import APP, TABLES, ask, migrate
 from .projects import Project
 from .test_checks import found, ids
 
@@ -45,6 +46,23 @@ def test_some_tables_missing_are_named(empty: str) -> None:
         (message,) = [each for each in found(empty) if each.id == "distlock.W103"]
         assert "distlock.W103" not in ids("default")
     assert message.msg.endswith("has no table django_distlock_lockevent.")
+
+
+class EventsElsewhere:
+    """Makes the events' table in no database of locks."""
+
+    def allow_migrate(
+        self, db: str, app_label: str, model_name: str | None = None, **_: Any
+    ) -> bool | None:
+        """Refuse it."""
+        return False if (app_label, model_name) == (APP, "lockevent") else None
+
+
+def test_table_that_a_router_keeps_elsewhere_is_not_missing(sqlite: str) -> None:
+    """`migrate` would not make it."""
+    with override_settings(DATABASE_ROUTERS=[EventsElsewhere()]), locks_on(sqlite):
+        migrate(sqlite)
+        assert "distlock.W103" not in ids(sqlite)
 
 
 def test_database_that_is_down_is_a_warning(tmp_path: Path) -> None:
