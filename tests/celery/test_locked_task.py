@@ -45,7 +45,7 @@ from django_distlock.contrib.celery import LockedTask, failed, leftovers, locked
 from django_distlock.contrib.celery.checks import check_tasks
 from django_distlock.contrib.celery.deliveries import LEASE, OF
 from django_distlock.contrib.celery.terms import terms_of
-from django_distlock.core.keys import own_key
+from django_distlock.core.keys import RUNS_PREFIX, own_key
 from django_distlock.core.records import Contended
 from django_distlock.models import FailedTask
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
@@ -844,6 +844,42 @@ def test_unique_key_of_models_is_that_of_their_message(app: Celery) -> None:
         work.delay(7)
         message = next_message()
         deliver(work, *message.payload[0], **message.headers)
+    assert not held_now()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"unique": "{number[id]}", "unique_until": "start"},
+        {"lock": "{number[id]}", "max_queued": 3},
+        {"lock": "{number[id]}", "inherit": True},
+    ],
+    ids=["unique", "max_queued", "inherit"],
+)
+@pytest.mark.parametrize("is_called", [False, True], ids=["sent", "called"])
+def test_keys_of_models_that_the_sender_makes_are_those_of_the_run(
+    app: Celery, options: dict[str, Any], *, is_called: bool
+) -> None:
+    """As with pydantic=True, where the run has models and its sender dictionaries."""
+    held: list[str] = []
+
+    def dumped(args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return [{"id": each} if each == 7 else each for each in args], kwargs
+
+    def parsed(body: Callable[[int], None]) -> Callable[[Any], None]:
+        return functools.wraps(body)(lambda number: body(7))
+
+    @app.task(shared=False, base=LockedTask, _dump_pydantic_arguments=staticmethod(dumped))
+    @parsed
+    @locked_task(**options)
+    def work(number: int) -> None:
+        held.append(key_now().removeprefix(RUNS_PREFIX))
+
+    if is_called:
+        work(7)
+    else:
+        work.delay(7)
+    assert held == ["7"]
     assert not held_now()
 
 

@@ -202,7 +202,7 @@ def _locks_of(terms: Terms, task: Any, request: Any) -> list[JobLock] | None:
         return None
     call = queueing.call_of(task, tuple(request.args or ()), dict(request.kwargs or {}))
     try:
-        locks = [*terms.locks_of(call, request.id), terms.unique_of(call, request.id)]
+        locks = [*terms.locks_of(call, call, request.id), terms.unique_of(call, request.id)]
         if terms.max_queued:
             locks.append(terms.place_of(call, request.id))
     except (InvalidArgument, TypeError, AttributeError, LookupError):

@@ -170,15 +170,15 @@ class Run:
     # The locks
 
     def _locks(self) -> tuple[list[JobLock], JobLock | None]:
-        terms, delivery = self._terms, self._delivery
+        terms, delivery, sent = self._terms, self._delivery, self._sent
         if (terms.unique is not None or terms.max_queued) and delivery.task is not None:
             require_base(delivery.task)
         if terms.max_queued and delivery.header(PLACE) is not None:
-            self._place = terms.place_of(self._sent, delivery.id)
-        unique = terms.unique_of(self._sent, delivery.id)
+            self._place = terms.place_of(sent, delivery.id)
+        unique = terms.unique_of(sent, delivery.id)
         if delivery.header(UNIQUE) is not None:
             self._queued = unique
-        locks = terms.locks_of(delivery.call, delivery.id)
+        locks = terms.locks_of(delivery.call, sent, delivery.id)
         self._shared = {each.key for each in locks if each.shared or each.permits != 1}
         if delivery.is_queued:
             # Whose key it is decides: beside another delivery of this task, it does not run.
@@ -300,9 +300,11 @@ class Run:
     @property
     def _sent(self) -> Call:
         """The call as its sender saw it: what wraps the body may change its arguments."""
-        task, request = self._delivery.task, self._delivery.request
-        if not self._delivery.is_traced or terms_of(task) is not self._terms:
-            return self._delivery.call
+        task, request, call = self._delivery.task, self._delivery.request, self._delivery.call
+        if terms_of(task) is not self._terms:
+            return call
+        if not self._delivery.is_traced:
+            return queueing.call_of(task, call.own_args, dict(call.kwargs))
         return queueing.call_of(task, tuple(request.args or ()), dict(request.kwargs or {}))
 
     def _has_no_place(self) -> bool:

@@ -63,11 +63,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """How the keys of a task are made; `is_plain`: no code of the project runs for that."""
+    """How the keys of a task are made.
+
+    Attributes:
+        is_plain: Whether no code of the project runs for that.
+        is_sent: Whether a run makes them as its sender does: of arguments as a message has them.
+    """
 
     given: KeyOf
     make: Callable[[Call], str]
     is_plain: bool
+    is_sent: bool = False
 
     @classmethod
     def of(cls, name: str, given: object, function: Callable[..., Any]) -> Keys:
@@ -87,7 +93,9 @@ class Keys:
     def of_runs(self) -> Keys:
         """Return the keys of the runs of tasks whose own keys are these."""
         given = RUNS_PREFIX + self.given if isinstance(self.given, str) else self.given
-        return Keys(given, lambda call: own_key(RUNS_PREFIX + self.make(call)), self.is_plain)
+        return Keys(
+            given, lambda call: own_key(RUNS_PREFIX + self.make(call)), self.is_plain, is_sent=True
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +179,8 @@ class Terms:
         )
         unique_keys = None if unique is None else Keys.of("unique", unique, function)
         keys = [(Keys.of("lock", each, function), permits) for each, permits in limits]
+        if keys and (inherit or max_queued):
+            keys[0] = replace(keys[0][0], is_sent=True), keys[0][1]
         if until_start and unique_keys is not None and not keys:
             keys = [(unique_keys.of_runs(), None)]
         for _, permits in keys:
@@ -212,11 +222,11 @@ class Terms:
         given = [self.rules.lock.permits, *(permits for _, permits in self.locks)]
         return any(callable(each) for each in given)
 
-    def locks_of(self, call: Call, task_id: str | None) -> list[JobLock]:
-        """Return the locks of one run."""
+    def locks_of(self, call: Call, sent: Call, task_id: str | None) -> list[JobLock]:
+        """Return the locks of one run; `sent`: the call as its sender saw it."""
         return [
             self.rules.with_permits(permits).lock_of(
-                keys.make(call), task_id, call.own_args, call.kwargs
+                keys.make(sent if keys.is_sent else call), task_id, call.own_args, call.kwargs
             )
             for keys, permits in self.locks
         ]
