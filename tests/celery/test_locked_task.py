@@ -812,6 +812,19 @@ def test_call_like_one_that_was_replaced_is_queued(app: Celery) -> None:
     assert not held_now()
 
 
+def test_result_of_a_duplicate_may_be_ignored(app: Celery) -> None:
+    """As that of the first call: it is not stored, and `get()` would wait for it."""
+
+    @app.task(shared=False, base=LockedTask, ignore_result=True)
+    @locked_task(unique="{number}")
+    def work(number: int) -> None: ...
+
+    with queue_of(app):
+        first, second = work.delay(7), work.delay(7)
+    assert first.id == second.id
+    assert first.get() is second.get(timeout=0.1) is None
+
+
 def test_place_that_is_replaced_may_be_busy(app: Celery) -> None:
     """Whoever takes it over at the same moment is in the way for that moment."""
 

@@ -124,7 +124,10 @@ def _send_unique(
             return publish(task_id=task_id, **options)
         if terms.debounce or error.holder is None or error.holder.task_id is None:
             raise
-        return _queued_already(task, task_id, lock, error, error.holder.task_id)
+        result = _queued_already(task, task_id, lock, error, error.holder.task_id)
+        # Else `get()` waits for ever for what is not stored.
+        result.ignored = options.get("ignore_result", task.ignore_result)
+        return result
     except BackendUnavailable as error:
         return sending.without_store(
             error,
