@@ -23,7 +23,7 @@ import pytest
 from celery import Celery, Task, _state
 from celery.app.trace import build_tracer
 from celery.exceptions import Ignore, OperationalError, Reject, SoftTimeLimitExceeded
-from celery.signals import before_task_publish
+from celery.signals import before_task_publish, task_postrun
 from django.core.checks import CheckMessage
 from django.db import transaction
 from django.utils import timezone
@@ -1034,6 +1034,24 @@ def test_message_that_cannot_be_sent_again(app: Celery) -> None:
     with queue_of(app), hold("7"):
         task_id = deliver(work, 7, object())
     assert work.AsyncResult(task_id).state == "FAILURE"
+
+
+def test_task_that_cannot_be_queued_again_is_delivered_again(app: Celery) -> None:
+    """Celery would try it again by itself, in vain, and throw the message away."""
+    ends: list[Any] = []
+
+    @app.task(shared=False, acks_late=True, autoretry_for=(Exception,))
+    @locked_task("{number}")
+    def work(number: int) -> None: ...
+
+    def ended(retval: Any, **_: Any) -> None:
+        ends.append(retval)
+
+    task_postrun.connect(ended)
+    away = mock.patch.object(app.amqp, "send_task_message", side_effect=OperationalError)
+    with queue_of(app), hold("7"), away:
+        deliver(work, 7)
+    assert [each.requeue for each in ends] == [True]
 
 
 def test_failed_task_that_is_dropped_stays_listed(app: Celery) -> None:

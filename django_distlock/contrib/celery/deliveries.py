@@ -53,6 +53,10 @@ OF: Final = "distlock_of"
 _OURS: Final = frozenset((UNTIL, TIMES, ATTEMPT, AGAIN, WAITS, "redelivered"))
 
 
+class HandedBack(Reject, Ignore):  # type: ignore[misc]
+    """A message that the broker delivers again; `autoretry_for` lets what is ignored pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """A task that was delivered, or called.
@@ -276,4 +280,4 @@ def _send(delivery: Delivery, pause: float, ours: dict[str, Any]) -> None:
         pass_on(error)
         if isinstance(error, EncodeError) or not delivery.task.acks_late:
             raise
-        raise Reject(error, requeue=True) from error
+        raise HandedBack(error, requeue=True) from error
