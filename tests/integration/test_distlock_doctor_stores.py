@@ -298,6 +298,20 @@ def test_database_on_which_no_lock_can_be_taken(postgresql: str) -> None:
     assert found["E105"]["address"] == page("runbooks/failover")
 
 
+@pytest.mark.parametrize("table", ["heldlock", "fencecounter"])
+def test_locked_table_is_no_doctor(postgresql: str, table: str) -> None:
+    """D011, where every lock of the project is refused and all can be read, as in `REINDEX`."""
+    migrate(postgresql)
+    with server(connections[postgresql].settings_dict["NAME"]) as raw, raw.transaction():
+        raw.execute(f"LOCK TABLE django_distlock_{table} IN SHARE MODE".encode())
+        with database(postgresql):
+            notes = asked()
+    assert look(notes, "locking")[0] is Mark.ERROR
+    finding = of(notes)["D011"]
+    assert "table lock" in finding["message"]
+    assert "locked the lock tables" in finding["hint"]
+
+
 # What system checks find
 
 

@@ -21,6 +21,7 @@ from ...core.errors import LockError
 from ...core.keys import new_token
 from ...core.records import Contended
 from ...database.connections import rows_of
+from ...locks.attempts import unclear
 from ...process.host import current_holder
 from .findings import Notes
 
@@ -205,8 +206,12 @@ def _note_writing(store: BaseLockBackend, notes: Notes, *, writes: bool) -> bool
 
 def _locked(store: BaseLockBackend) -> str:
     ttl = min(TTL, store.config.max_ttl)
+    asked_at = store.monotonic()
     answer = store.acquire(KEY, new_token(), ttl, current_holder())
     if isinstance(answer, Contended):
+        if answer.is_unclear:
+            # Not another doctor, but what is in the way of every lock, such as a locked table.
+            raise unclear(store, KEY, store.monotonic() - asked_at)
         return f"answers; the key {KEY!r} is held, so no lock was acquired for this test"
     store.release(answer)
     return ""
