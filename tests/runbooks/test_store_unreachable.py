@@ -59,11 +59,14 @@ def test_a_database_takes_connections_again(walk: Walk) -> None:
 
 @contextmanager
 def tables_locked(walk: Walk) -> Iterator[int]:
-    """Let a session have the tables for itself, and sleep; give its number."""
+    """Let a session keep the tables from changes, as `REINDEX` does, and sleep; give its number."""
     names = ("heldlock", "fencecounter", "waiter", "lockevent")
     all_of_them = ", ".join(f"django_distlock_{each} WRITE" for each in names)
     lock, who = {
-        "postgresql": ("LOCK TABLE django_distlock_heldlock", "SELECT pg_backend_pid()"),
+        "postgresql": (
+            "LOCK TABLE django_distlock_heldlock IN SHARE MODE",
+            "SELECT pg_backend_pid()",
+        ),
         "mysql": (f"LOCK TABLES {all_of_them}", "SELECT connection_id()"),
     }[walk.site.store]
     with walk.site.session() as ask:
