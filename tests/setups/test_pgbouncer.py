@@ -15,7 +15,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 from psycopg import IsolationLevel
 
-from django_distlock import BackendUnavailable, LockNotAcquired, distlock
+from django_distlock import BackendUnavailable, LockError, LockNotAcquired, distlock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant, Unknown
@@ -283,3 +283,24 @@ def test_isolation_of_the_alias_is_no_obstacle(key: str, server_functions: bool)
         lock = distlock(key, backend=backend, wait=PATIENCE, retry=EAGER)
         counted = together([lambda: [count_once(lock, key, using) for _ in range(5)]] * 6)
         assert_none_lost(each for answers in counted for each in answers)
+
+
+def test_statement_that_the_driver_has_prepared_is_no_missing_table(key: str) -> None:
+    """Who asks psycopg to prepare statements is told which one the session has from another."""
+    prepares = {"server_side_binding": True, "prepare_threshold": 0}
+    with bounced(size=1, OPTIONS=prepares) as (using, backend):
+        lock = distlock(key, backend=backend, wait=0)
+
+        def use() -> None:
+            try:
+                with lock:
+                    pass
+            finally:
+                connections[using].close()
+
+        def use_twice() -> None:
+            for _ in range(2):
+                Later(use).result(PATIENCE)
+
+        with pytest.raises(LockError, match="failed: prepared statement"):
+            use_twice()

@@ -153,7 +153,9 @@ class PostgreSQL(Vendor):
 
     def is_missing(self, error: BaseException) -> bool:
         state = sqlstate(error)
-        return state.startswith("42") and state not in _CODES
+        # A pooler has given the session of another client, who has prepared that statement.
+        is_prepared = state == "42P05"
+        return state.startswith("42") and state not in _CODES and not is_prepared
 
     def known_code(self, error: BaseException) -> str | None:
         state = sqlstate(error)
