@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from django.conf import settings
 from django.core.management import CommandError, call_command
+from django.db import connections
 from django.test import override_settings
 
 from django_distlock import lock_backends
@@ -32,7 +33,7 @@ from tests.contract.aliases import locks_on
 from tests.contract.helpers import PATIENCE, Later, take
 from tests.contract.locking import eventually
 
-from .databases import migrate
+from .databases import migrate, server
 from .operating import DEAD, event_of, no_event_of, run, written
 from .test_events import somebody_waits, table_locked
 
@@ -310,6 +311,18 @@ def test_next_holder_of_the_last_moment_is_spared(
     assert (outcome["result"], outcome["held"]["fence"]) == ("nothing", later[0].fence)
     assert store.extend(later[0]) is not None
     assert no_event_of(key)
+
+
+def test_transaction_without_a_guard_is_not_said_to_have_ended(key: str) -> None:
+    """Such as that of a person who has forgotten to commit: trying again does not help."""
+    take(lock_backends["default"], key, 60)
+    name = str(connections["default"].settings_dict["NAME"])
+    with server(name) as raw, raw.transaction():
+        raw.execute("SELECT 1 FROM django_distlock_heldlock WHERE key = %s FOR UPDATE", [key])
+        ran = run("distlock_release", key, "--force", "--reason=stuck")
+    assert ran.status == 75
+    assert "has ended" not in ran.out + ran.err
+    assert "another session has locked the key's rows" in ran.out + ran.err
 
 
 def test_nothing_to_release_is_status_1(key: str) -> None:

@@ -195,7 +195,11 @@ def _in_the_way(outcome: Outcome) -> str:
     if outcome.sessions is None:
         return "The store cannot tell by whom. Nothing was changed."
     if not outcome.sessions:
-        return "The blocking transaction has ended. Nothing was changed. Try again."
+        # Whoever has locked a row without a guard is not looked for.
+        return (
+            "Nothing was changed. Try again. If it stays busy, another session has locked the key's"
+            " rows by a transaction of its own."
+        )
     return f"Blocked by: {'; '.join(map(named, outcome.sessions))}. Nothing was changed."
 
 
