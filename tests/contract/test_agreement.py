@@ -15,34 +15,54 @@ import pickle
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from django.db import transaction
+from django.db import connections, transaction
+from django.db.models.signals import post_save
+from django.test import override_settings
+from django.views.debug import ExceptionReporter
 
-from django_distlock import FenceRejected, conf, distlock
+from django_distlock import (
+    BackendUnavailable,
+    FenceRejected,
+    LockNotAcquired,
+    LockUsageError,
+    conf,
+    distlock,
+    distlock_all,
+    transaction_lock,
+)
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.memory import MemoryBackend
-from django_distlock.core.fences import clock_fence
+from django_distlock.core.fences import FENCE_MAX, clock_fence
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.pacing import SAFETY_SECONDS
-from django_distlock.core.records import UNKNOWN, Contended, Grant, KeysAsked, Record
+from django_distlock.core.records import UNKNOWN, Contended, Grant, KeysAsked, Record, Waits
 from django_distlock.fencing import Fence
+from django_distlock.fencing.http import HEADER, BadFence, fence_header, read_fence_header
+from django_distlock.fencing.seen import FenceJump, see
 from django_distlock.handler import lock_backends
+from django_distlock.locks.policy import attempt
 from tests.drawn import MORE
-from tests.shop.models import Account
+from tests.shop.models import Account, Entry, Savings, Shelf, Vault
 
 from .helpers import Later, at_once
-from .locking import eventually
+from .locking import eventually, receiving
 from .stores import Clock, DatabaseStore, Store
+from .stores_redis import RedisStore
 
 pytestmark = pytest.mark.requires("supports_ttl", "supports_operators", "supports_listing")
 
-SEEDS, STEPS = 2 * MORE, 60
+#: The seeds of every day. What takes a second comes behind them.
+DAILY, STEPS = 2, 60
+SEEDS = DAILY * MORE
 #: What ends does so half of a step behind a question: how long an operation takes decides nothing.
 STEP, SOON, LATER, LAST = 1000.0, 500, 2500, 9500
 TTLS = (SOON, SOON, LATER, LAST)
@@ -50,6 +70,8 @@ TTLS = (SOON, SOON, LATER, LAST)
 RACE = 0.3
 REST = STEP - (SOON + 1 - RACE)
 ENDED = [("extend", LATER), ("release",), ("release", LATER)]
+#: What may stand in the way of a key that nobody has.
+UNCLEAR = {"postgresql": ["hold_table", "delete", "queue"], "mysql": ["hold_table", "delete"]}
 HOLDERS = [Holder(host=each, pid=1) for each in ("one", "two")]
 TIMES = ("acquired_at", "expires_at", "free_at", "renewed_until")
 FACTS = ("key", "token", "ttl", "shared", "wanted", "busy", "paused", "guarded", "stop_requested")
@@ -86,9 +108,11 @@ class History:
     """Operations in a row, by dice with a seed."""
 
     def __init__(self, store: Store, mark: str, seed: int):
-        self.store, self.chance, self.clock = store, random.Random(seed), Clock()
-        self.said: list[str] = []
-        self.stalls = 5 * seed
+        self.store: Any = store
+        self.chance, self.clock = random.Random(seed), Clock()
+        self.said, self.alias = list[str](), store.registered.alias
+        self.is_long = seed >= DAILY
+        self.stalls, self.turns, self.made = 5 * seed, 5 * seed, 0
         self.using, kind = store.registered.using, store.registered.store
         # In a transaction on a file, nobody else may write to it.
         self.locks_keys = store.backend.supports_transactions and kind != "sqlite"
@@ -106,6 +130,7 @@ class History:
         ]  # fmt: skip
         self.rules += [self.share, self.share, self.knock] * store.backend.supports_sharing
         self.rules += [self.wake] * (store.backend.supports_wakeups and kind != "memory")
+        self.rules += [self.beside] * (0 if kind == "memory" else 1 + 3 * self.is_long)
         if isinstance(store, DatabaseStore):
             self.rules += [*[self.stall] * 3, self.write, self.write]
             self.rules += [self.guard, self.guard] * (kind != "sqlite")
@@ -121,7 +146,7 @@ class History:
         return MemoryBackend(replace(store.backend.config, **more), clock=store.clock), theirs
 
     def run(self) -> None:
-        for _ in range(STEPS):
+        for _ in range(STEPS * 3 // 2 if self.is_long else STEPS):
             self.chance.choice(self.rules)()
         for place in self.places:
             self.look(place)
@@ -167,6 +192,10 @@ class History:
             assert mine.fence > max(place.fences, default=0)
             if self.floor:
                 assert mine.fence >= clock_fence(mine.acquired_at - timedelta(seconds=1))
+            if isinstance(self.store, RedisStore):
+                ends = self.store.fields(place.key).get("free_at") or 0
+                name = self.store.at("lock", place.key)
+                assert not ends or self.store.client.pexpiretime(name) * 1000 >= int(ends)
             place.fences[mine.fence] = theirs.fence
             place.grants = [*place.grants[-3:], (mine, theirs)]
 
@@ -178,6 +207,10 @@ class History:
         """Return what is to be the same of an answer: times count from now."""
         if not isinstance(answer, Grant | Contended | Record):
             return answer
+        if token := getattr(answer, "token", None):
+            assert str(token) not in repr(answer)
+            with pytest.raises(TypeError, match="pickled"):
+                pickle.dumps(answer)
         now, told = backend.clock(), {name: getattr(answer, name, None) for name in FACTS}
         for name in TIMES:
             at = getattr(answer, name, None)
@@ -340,7 +373,7 @@ class History:
 
     def wake(self) -> None:
         """Let who waits be woken by a release: by the store, as it would be in another process."""
-        place, alias = self.fresh(), self.store.registered.alias
+        place, alias = self.fresh(), self.alias
         if lock_backends[alias].listen(2):
             self.said.append(f"wake {place.key!r}")
             # The machine may stand still for as long as nobody is woken, but hardly so often.
@@ -357,7 +390,189 @@ class History:
         lease.release()
         return took < SAFETY_SECONDS - 0.5
 
+    # What takes longer, or is of the store alone: each in its turn, on keys that nobody else has
+
+    def beside(self) -> None:
+        kind, kinds = self.store.registered.store, [self.hold_all, self.line_of_waiters]
+        kinds += [self.remake, self.send, self.spoil, self.nest, self.cut, self.interrupt]
+        kinds += [self.vault, self.relate, self.leave] * isinstance(self.store, DatabaseStore)
+        kinds += [self.line_up] * self.locks_keys + [self.begin, self.move] * (kind == "postgresql")
+        self.turns += 1
+        turn = kinds[self.turns % len(kinds)]
+        self.said.append(turn.__name__)
+        turn()
+
+    def hold_all(self) -> None:
+        """Keep several keys behind the work; but none that was granted beside a refusal."""
+        places = [self.fresh() for _ in range(2)]
+        self.ask(places[1], "acquire", places[1].key, new_token(), LATER)
+        every = distlock_all(
+            *(each.key for each in places), wait=0.1, ttl=LATER, hold=True, backend=self.alias
+        )
+        with pytest.raises(LockNotAcquired):
+            every.acquire()
+        assert [each.mine.read(each.key) is None for each in places] == [True, False]
+
+    def line_of_waiters(self) -> None:
+        place, holder = self.fresh(), replace(HOLDERS[0], task_id="5f6d")
+        for each in (holder, holder.as_queued(), replace(holder, task_id="6f6d").as_queued()):
+            assert place.mine.waiters.note(place.key, each, 60) is not None
+        assert [*place.mine.waiters.count([place.key])] == [Waits(1, 2)]
+
+    def remake(self) -> None:
+        """Make a row under the last lease of a key, and no other; nobody gets the key meanwhile."""
+        place, taken = self.fresh(), list[Any]()
+        lock, using = distlock(place.key, backend=self.alias), self.using or "default"
+        old, last = (lease for _ in range(2) if (lease := lock.acquire()).release())
+        rows = Savings.objects.using(using)
+
+        def meanwhile(sender: object, **_: Any) -> None:
+            if sender is Savings:
+                other = Later(place.mine.acquire, place.key, new_token(), SOON, bound=0.05)
+                taken.append(other.result())
+
+        with pytest.raises(FenceRejected):
+            rows.fenced(old).create(name=place.key)
+        if self.using:
+            with receiving(post_save, meanwhile):
+                rows.fenced(last).create(name=place.key)
+            assert isinstance(taken[0], Contended)
+            Account.objects.using(using).filter(name=place.key).delete()
+
+    def send(self) -> None:
+        """Send fences to a service, which believes what is for it, and may be true."""
+        place = self.fresh()
+        for fence, audience in ((1, "ledger"), (2, "mail"), (FENCE_MAX, "ledger"), (3, "ledger")):
+            settings = {"DISTLOCK_FENCE_AUDIENCE": ["ledger"], "DISTLOCK_FENCE_SECRET": "s" * 60}
+            with override_settings(**settings):
+                text = fence_header(Fence(place.key, fence), audience=audience)[HEADER]
+                try:
+                    highest = see(read_fence_header(text), self.using or "default")
+                except BadFence:
+                    assert audience == "mail"
+                except FenceJump:
+                    assert fence == FENCE_MAX
+                else:
+                    assert highest == fence in (1, 3)
+
+    def spoil(self) -> None:
+        """Write to a record by hand: the other one is listed as ever."""
+        places = [self.fresh() for _ in range(2)]
+        for each in places:
+            self.ask(each, "acquire", each.key, new_token(), LATER)
+        spoiled, sound = places
+        if isinstance(self.store, DatabaseStore):
+            where = f"{self.store.locks} SET holder = '[1]' WHERE storage_key = %s"
+            self.store.ask(f"UPDATE {where}", [self.store.name(spoiled.key)])
+        elif isinstance(self.store, RedisStore):
+            self.store.client.hset(self.store.at("lock", spoiled.key), "fence", "many")
+        assert sound.key in [each.key for each in sound.mine.list(self.plain[0].key).records]
+        if isinstance(self.store, RedisStore):
+            self.store.client.delete(self.store.at("lock", spoiled.key))
+        for backend in (spoiled.mine, spoiled.theirs):
+            backend.force_release(spoiled.key)
+
+    def leave(self) -> None:
+        """Leave a lease to its end: it is counted for as long as nobody takes the key."""
+        key = self.fresh().key
+        place = Place(key, *self.pair(f"p{key}"))
+        self.ask(place, "acquire", key, new_token(), SOON)
+        self.elapse(STEP)
+        assert place.mine.states(STEP)[0].past_expiry.number == 1
+
+    def nest(self) -> None:
+        """Let a body meet a conflict of its own, which is none about its lock."""
+        taken = self.fresh()
+        self.ask(taken, "acquire", taken.key, new_token(), LATER)
+        inner, lock = (distlock(e.key, wait=0, backend=self.alias) for e in (taken, self.fresh()))
+        with pytest.raises(LockNotAcquired), attempt(lock):
+            inner.acquire()
+
+    def interrupt(self) -> None:
+        """Let an error that is none of the store's come amid a release: it reaches the caller."""
+        place, store = self.fresh(), lock_backends[self.alias]
+        lock = distlock(place.key, wait=0, backend=self.alias)
+        fails = patch.object(store, "release", side_effect=ZeroDivisionError)
+        with pytest.raises(ZeroDivisionError), fails, lock:
+            pass
+        assert eventually(lambda: place.mine.read(place.key) is None, 30)
+
+    def cut(self) -> None:
+        """End the connections between two operations, which nobody notices."""
+        self.look()
+        if isinstance(self.store, RedisStore) and self.store.is_single:
+            mine: Any = self.plain[0].mine
+            number = mine.store.command("CLIENT", "ID")
+            self.store.client.client_kill_filter(_id=number)
+        elif self.store.registered.store in ("postgresql", "mysql"):
+            stranger = self.store.stranger()
+            for each in self.store.sessions():
+                stranger.cut(each)
+        place = self.fresh()
+        self.ask(place, "acquire", place.key, new_token(), LATER)
+        if self.using:
+            connections[self.using].close()
+
+    def begin(self) -> None:
+        """Begin a transaction that the driver alone knows of: nobody locks in it."""
+        lock = distlock(self.fresh().key, wait=0, backend=self.alias)
+        with connections[self.using].cursor() as cursor:
+            cursor.execute("BEGIN")
+            with pytest.raises(LockUsageError):
+                lock.acquire()
+            cursor.execute("ROLLBACK")
+
+    def move(self) -> None:
+        """Let the caller look for tables elsewhere."""
+        self.store.ask("SET search_path = pg_temp")
+        place = self.fresh()
+        self.ask(place, "acquire", place.key, new_token(), LATER)
+        self.ask(place, "release", place.grants[-1])
+        self.store.ask("RESET search_path")
+
+    def line_up(self) -> None:
+        """Whoever waits for a key has locked those before it alone, however it names them."""
+        places = [self.fresh() for _ in range(4)]
+        keys = [each.key for each in places]
+        asked = KeysAsked(keys=dict.fromkeys(keys[1::2], False), using=self.using, bound=0.0)
+
+        def work() -> None:
+            with transaction.atomic(using=self.using):
+                transaction_lock(keys[2], keys[1], keys[0], keys[3], wait=20, backend=self.alias)
+
+        with transaction.atomic(using=self.using):
+            assert places[0].mine.transactions.lock(asked) is None
+            waiting = Later(work)
+            assert eventually(lambda: not Later(self.locks, places[0]).result(), 5)
+            assert Later(self.locks, places[2]).result()
+        waiting.result()
+
     # Rows that refuse a fence that is lower than theirs
+
+    def vault(self) -> None:
+        """Write a row with a key of its own, which is not that of its copy."""
+        rows, row = Vault.objects.using(self.using), Vault(value=1)
+        row.save(using=self.using)
+        right, wrong = (Fence(f"vault:{row.pk + each}", 5) for each in (0, 1))
+        for lease, how in ((wrong, {}), (None, {"update_fields": ["value"]})):
+            with pytest.raises(LockUsageError):
+                row.save(lease=lease, **how)
+        with pytest.raises(LockUsageError):
+            rows.fenced(wrong).update(value=2)
+        row.save(lease=right)
+        copied = rows.get(pk=row.pk)
+        copied.pk, copied._state.adding = None, True
+        copied.save()
+        assert copied.fence == 0
+
+    def relate(self) -> None:
+        """Take a row from a relation under the lease that it was read under."""
+        shelf = Shelf.objects.using(self.using).create()
+        made = Entry.objects.using(self.using).create(shelf=shelf)
+        with patch.object(Entry, "fence_required", True):
+            row = Entry.objects.using(self.using).fenced(Fence("a", 6)).get(pk=made.pk)
+            shelf.entries.remove(row)
+        assert not shelf.entries.exists()
 
     def write(self) -> None:
         """Let two read a row, the second under a later fence, and write it late or not."""
@@ -429,6 +644,9 @@ class History:
         self.said.append(f"guard {place.key!r} {is_over=}")
         with transaction.atomic(using=self.using):
             assert place.mine.guards.hold(mine, self.using) is expected
+            if expected and self.store.registered.store == "postgresql" and mine.ttl:
+                # Whoever is silent for longer is cut off.
+                assert self.store.ask("SHOW idle_in_transaction_session_timeout") != [("0",)]
             if expected:
                 removed = Later(place.mine.force_release, place.key, bound=0.05).result()
                 # Where nobody has the key, it may be as busy, or free.
@@ -441,12 +659,16 @@ class History:
 
     def stall(self) -> None:
         assert isinstance(self.store, DatabaseStore)
+        kind = self.store.registered.store
         kinds: list[Callable[..., None]] = [
             self.extended, self.crossed, self.renewed, self.followed,
             *(partial(self.ended, each) for each in ENDED),
         ]  # fmt: skip
-        if self.locks_keys:
-            kinds.append(partial(self.extended, by=self.locks))
+        if self.is_long:
+            unclear = UNCLEAR.get(kind, ["hold_table"])
+            kinds += [self.downgraded, *(partial(self.unclear, each) for each in unclear)]
+            kinds += [self.silenced] * (kind != "sqlite")
+        kinds += [partial(self.extended, by=self.locks)] * self.locks_keys
         self.stalls += 1
         # Each in its turn, on a key that nobody else has.
         place = self.fresh()
@@ -455,8 +677,56 @@ class History:
         kinds[self.stalls % len(kinds)](place, self.store.stranger())
 
     def fresh(self) -> Place:
-        one = self.plain[0]
-        return Place(f"{one.key}-{len(self.said)}", one.mine, one.theirs)
+        one, self.made = self.plain[0], self.made + 1
+        return Place(f"{one.key}-{self.made:03}", one.mine, one.theirs)
+
+    def unclear(self, way: str, place: Place, stranger: Any) -> None:
+        """A transaction that may end without a lease is trouble, and nobody who has the key."""
+        self.elapse(STEP)
+        lock = distlock(place.key, wait=0, backend=self.alias)
+        if way == "delete":
+            where = f"{self.store.locks} WHERE storage_key = %s"
+            stranger.execute(f"DELETE FROM {where}", self.store.name(place.key))
+        else:
+            getattr(stranger, way)(*[place.key] * (way == "queue"))
+
+        def try_once() -> object:
+            with suppress(BackendUnavailable):
+                return lock.try_acquire()
+            return BackendUnavailable
+
+        assert at_once([try_once] * 4) == [BackendUnavailable] * 4
+        stranger.rollback()
+
+    def silenced(self, place: Place, stranger: Any) -> None:
+        """An error of who asked when its session ended tells no token."""
+        token = new_token()
+        self.elapse(STEP)
+        stranger.hold(place.key)
+        call = Later(place.mine.acquire, place.key, token, LATER)
+        stranger.wait_until_blocked()
+        for each in stranger.blocked():
+            stranger.cut(each)
+        with pytest.raises(BackendUnavailable) as caught:
+            call.result()
+        stranger.rollback()
+        page = ExceptionReporter(None, caught.type, caught.value, caught.tb).get_traceback_html()
+        assert str(token) not in page
+
+    def downgraded(self, place: Place, stranger: Any) -> None:
+        """A guard that is in the way of a downgrade does not end the lease."""
+        self.elapse(STEP)
+        lease = distlock(place.key, wait=0, backend=self.alias).acquire()
+        stranger.guard(place.key)
+        store = lock_backends[self.alias]
+        with patch.object(store, "acquire", wraps=store.acquire) as asked:
+            sharing = Later(lease.downgrade)
+            # The first answer was that it is busy.
+            assert eventually(lambda: asked.call_count > 1, 30)
+            stranger.rollback()
+            sharing.result()
+        assert lease.shared
+        lease.release()
 
     def extended(
         self, place: Place, stranger: Any, by: Callable[[Place], object] | None = None
