@@ -43,8 +43,8 @@ ATTEMPT: Final = "distlock_attempt"
 #: Whether the same delivery was seen running.
 AGAIN: Final = "distlock_again"
 
-#: Seconds that a task waits in its queue at least. Celery stores that it is queued again behind
-#: that, over whatever is stored by then: the result of a next run that has come and ended already.
+#: Seconds that a task waits in its queue at least. Celery stores the state RETRY after the message
+#: is sent. If the next run has ended by then, RETRY overwrites its result.
 _STORED_WITHIN: Final = 0.1
 
 #: The id of the task that all of them are about: it may send others with its own headers.
