@@ -62,6 +62,10 @@ class Browser:
         gone = [StaleElementReferenceException]
         return WebDriverWait(self.driver, PATIENCE, 0.1, gone).until(lambda _: condition())
 
+    def settle(self) -> None:
+        """Wait until nothing fades, as links of the admin do from one colour to another."""
+        self.until(lambda: not self.ask("document.getAnimations().length"))
+
     def press(self, *keys: str) -> None:
         """Press keys together, by name, or type a text, wherever the focus is."""
         from selenium.webdriver.common.action_chains import ActionChains
@@ -103,8 +107,7 @@ class Browser:
         """Prefer dark pages."""
         feature = "prefers-color-scheme"
         self.tell("Emulation.setEmulatedMedia", features=[{"name": feature, "value": "dark"}])
-        # The admin fades from one to the other.
-        self.until(lambda: not self.ask("document.getAnimations().length"))
+        self.settle()
         yield
         self.tell("Emulation.setEmulatedMedia", features=[])
 

@@ -211,10 +211,12 @@ def test_dark_mode_is_dark(shop: Dashboard, browser: Browser) -> None:
     light = "getComputedStyle(document.querySelector('.distlock-cards a'))"
     colours = f"[{light}.backgroundColor, {light}.color].map(c => c.match(/\\d+/g)[0] * 1)"
     show(browser)
+    browser.settle()
     below, on_it = browser.ask(colours)
     assert below > on_it
     with browser.dark():
         show(browser)
+        browser.settle()
         below, on_it = browser.ask(colours)
         assert below < on_it
 
@@ -412,7 +414,7 @@ if FOLDER:
         browser.save("dashboard", FOLDER)
         with browser.dark():
             browser.save("dashboard-dark", FOLDER)
-        browser.until(lambda: not browser.ask("document.getAnimations().length"))
+        browser.settle()
         with browser.phone():
             browser.save("dashboard-phone", FOLDER)
         browser.one(f"{row('invoice:42')} a").click()
