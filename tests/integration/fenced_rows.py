@@ -35,9 +35,10 @@ EVERYWHERE = pytest.mark.parametrize("using", ["default", "sqlite", "mariadb"], 
 
 def without_rows(using: str) -> Iterator[str]:
     """Give a database, without the rows of others."""
-    yield here(using)
+    here(using)
     for model in MODELS:
         model._base_manager.using(using)._raw_delete(using)
+    yield using
 
 
 def accounts(using: str, name: str = "") -> FencedQuerySet[Account]:
