@@ -51,6 +51,7 @@ from django_distlock.models import FailedTask
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
 from django_distlock.testing import hold, lose_connection, memory_locks, simulate_pause
 from tests.contract.helpers import Later, there
+from tests.contract.locking import eventually
 from tests.contract.locking import Heard
 from tests.integration.projects import importable, run_python
 from tests.integration.test_metrics_opentelemetry import Told
@@ -966,6 +967,29 @@ def test_claims_end_though_their_release_is_interrupted(app: Celery, keys: dict[
         deliver(work, 7, **headers)
     assert free.call_count == 2
     assert held_now() == []
+
+
+def test_unique_key_ends_though_the_run_did_not_hear_of_its_grant(app: Celery) -> None:
+    """Taken over from the queue, it is nobody's if a soft time limit comes before the answer."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(unique="{number}")
+    def work(number: int) -> None: ...
+
+    with queue_of(app) as next_message:
+        work.delay(7)
+        headers = next_message().headers
+    store = lock_backends["default"]
+    acquire, granted = store.acquire, []
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        granted.append(acquire(*args, **options))
+        raise SoftTimeLimitExceeded
+
+    with mock.patch.object(store, "acquire", interrupted):
+        deliver(work, 7, **headers)
+    assert [each.key for each in granted] == [UNIQUE]
+    assert eventually(lambda: not held_now())
 
 
 def test_retry_of_a_call_that_began_while_it_was_replaced(app: Celery) -> None:

@@ -22,7 +22,7 @@ from ...core.logs import log_fields
 from ...core.records import Grant, Record
 from ...handler import lock_backends
 from ...locks import checking
-from ...locks.attempts import Granted
+from ...locks.attempts import Granted, release_unanswered
 from ...locks.lease import Lease
 from ...locks.state import Terms as Kept
 from ...signals import lock_acquired, tell
@@ -100,30 +100,31 @@ def replace_any(lock: JobLock) -> Lease:
 def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
     """Take a key in the place of another lease; `LockNotAcquired`: that is gone."""
     store = lock_backends[lock.backend]
-    kept = lock._terms(store)
+    kept, token, permits = lock._terms(store), new_token(), checking.counted(lock)
     sent_at = store.monotonic()
-    answer = store.acquire(
-        lock.key,
-        new_token(),
-        kept.ttl,
-        kept.holder,
-        replace=record.token,
-        permits=checking.counted(lock),
-    )
-    if not isinstance(answer, Grant):
-        raise LockNotAcquired(
-            f"{lock.key!r} was taken by somebody else.", key=lock.key, holder=answer.holder
+    try:
+        answer = store.acquire(
+            lock.key, token, kept.ttl, kept.holder, replace=record.token, permits=permits
         )
-    tell(
-        lock_acquired,
-        type(store),
-        alias=lock.backend,
-        key=lock.key,
-        fence=answer.fence,
-        holder=kept.holder,
-        waited=store.monotonic() - sent_at,
+        if isinstance(answer, Grant):
+            tell(
+                lock_acquired,
+                type(store),
+                alias=lock.backend,
+                key=lock.key,
+                fence=answer.fence,
+                holder=kept.holder,
+                waited=store.monotonic() - sent_at,
+            )
+            return lease_of(store, answer, sent_at, kept)
+    except BaseException:
+        # It may have been granted, be it that no answer came or that a signal raised.
+        at, shared = datetime.now(UTC), permits != 1
+        release_unanswered(store, Grant(lock.key, token, 1, kept.ttl, at, None, shared=shared))
+        raise
+    raise LockNotAcquired(
+        f"{lock.key!r} was taken by somebody else.", key=lock.key, holder=answer.holder
     )
-    return lease_of(store, answer, sent_at, kept)
 
 
 def with_claim(
