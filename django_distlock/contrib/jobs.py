@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast
 from ..backends.base import BaseLockBackend
 from ..core.durations import Duration, seconds
 from ..core.errors import InvalidArgument, shown
-from ..core.keys import KeyTemplate
+from ..core.keys import KeyTemplate, normalize_key
 from ..core.logs import log_fields
 from ..core.retry import Retry
 from ..core.sharing import Permits
@@ -249,7 +249,8 @@ def key_maker(
 ) -> Callable[..., str]:
     """Return what makes a key of a job's arguments; so many of its first parameters are hidden."""
     if callable(key):
-        return key
+        made = key
+        return lambda *args, **kwargs: normalize_key(made(*args, **kwargs))
     signature = inspect.signature(function)
 
     def visible(*_: Any, **__: Any) -> None:

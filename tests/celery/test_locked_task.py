@@ -152,6 +152,20 @@ def test_key_that_a_function_makes(app: Celery, lock: Callable[..., str]) -> Non
     assert work.delay(number=7).get() == "made:7"
 
 
+@pytest.mark.parametrize("lock", [True, lambda name: name], ids=["all arguments", "function"])
+def test_arguments_in_any_spelling(app: Celery, lock: Any) -> None:
+    """A file's name comes from macOS with each accent as a character of its own."""
+
+    @app.task(shared=False, name="by.name", base=LockedTask)
+    @locked_task(lock, unique=lock)
+    def work(name: str) -> list[str]:
+        return held_now()
+
+    held = work.delay("caf\u00e9").get()
+    assert len(held) == 2
+    assert work.delay("cafe\u0301").get() == held
+
+
 def test_keys_of_classes(app: Celery) -> None:
     """A class describes its lock by attributes, and so do the options of a decorator."""
 

@@ -326,6 +326,18 @@ def test_two_limits_queue_the_task_again(tasks: Tasks, key: str) -> None:
     assert tasks.work(tasks.queue()[-1])["held"] is True
 
 
+def test_function_of_a_key_returns_any_spelling(key: str) -> None:
+    """A file's name comes from macOS with each accent as a character of its own."""
+
+    @locked_task(lambda name: name)
+    def body(name: str) -> str | None:
+        """Tell the key."""
+        lease = current_lease()
+        return lease and lease.key
+
+    assert body(f"{key}-e\u0301") == f"{key}-\u00e9"
+
+
 def test_arguments_that_cannot_be() -> None:
     """They are refused where the decorator stands, and named."""
 

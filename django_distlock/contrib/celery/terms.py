@@ -19,6 +19,7 @@ from ...core.keys import (
     RUNS_PREFIX,
     UNIQUE_PREFIX,
     KeyTemplate,
+    normalize_key,
     own_key,
 )
 from ...core.retry import Retry
@@ -84,7 +85,9 @@ class Keys:
             template = KeyTemplate.for_function(given, function)
             return cls(given, lambda call: template.render(call.args, dict(call.kwargs)), True)
         if callable(given):
-            return cls(given, lambda call: given(*call.own_args, **call.kwargs), False)
+            return cls(
+                given, lambda call: normalize_key(given(*call.own_args, **call.kwargs)), False
+            )
         raise InvalidArgument(
             f"{name} must be a template, a function that returns the key, True for all arguments,"
             f" or None, not {shown(given)}."
@@ -327,7 +330,7 @@ class _Canonical:
                 " template or a function."
             ) from error
         if len(encoded) + len(UNIQUE_PREFIX.encode()) <= MAX_KEY_BYTES:
-            return key
+            return normalize_key(key)
         return f"{call.task[:200]}:{hashlib.sha256(encoded).hexdigest()}"
 
 
