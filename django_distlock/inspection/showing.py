@@ -132,6 +132,21 @@ def show(key: str, backend: str = "default") -> KeyView:
         InvalidLockBackend: There is no such backend.
         BackendUnavailable: The store is unavailable.
     """
+    view = show_present(key, backend)
+    events = _latest(view.backend, view.key, EVENTS, rare_kinds())
+    # A database that does not answer is not waited for twice.
+    if events is not None:
+        view = replace(
+            view, events=events, releases=_latest(view.backend, view.key, RELEASES, [RELEASED])
+        )
+    return view
+
+
+def show_present(key: str, backend: str = "default") -> KeyView:
+    """Return what its store knows about a key, without past events: see `show`.
+
+    Events are in a database of their own, which may be down.
+    """
     key, store = stored_key(key), lock_backends[backend]
     record = store.read(key)
     sharing = store.records.sharing(key) if record is not None and record.shared else ()
@@ -149,8 +164,8 @@ def show(key: str, backend: str = "default") -> KeyView:
         counter=_counter(store, key),
         waiters=waiters,
         guards=store.guards.sessions(key),
-        events=_latest(store.alias, key, EVENTS, rare_kinds()),
-        releases=_latest(store.alias, key, RELEASES, [RELEASED]),
+        events=None,
+        releases=None,
         observed_at=now,
     )
 

@@ -33,7 +33,7 @@ from tests.contract.aliases import locks_on
 from tests.contract.helpers import PATIENCE, Later, take
 from tests.contract.locking import eventually
 
-from .databases import migrate, server
+from .databases import Routed, migrate, server
 from .operating import DEAD, event_of, no_event_of, run, written
 from .test_events import somebody_waits, table_locked
 
@@ -76,6 +76,17 @@ def test_key_is_taken_from_its_holder(key: str, alias: str) -> None:
     assert (event.kind, event.reason) == (LockEvent.Kind.FORCED, "it hangs")
     assert event.actor.startswith(f"{getpass.getuser()}@")
     assert grant.token not in ran.out + ran.err
+
+
+def test_events_are_not_read_before_a_key_is_taken(
+    key: str, sqlite: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their database may be down, and who waits for it does not get the key."""
+    hold("redis", key)
+    with override_settings(DATABASE_ROUTERS=[Routed(sqlite, LockEvent)]):
+        ran = run("distlock_release", key, "--backend=redis", *FORCED)
+    assert f"Released {key} " in ran.out
+    assert "events cannot be read" not in caplog.text
 
 
 def test_reader_that_leaves_stops_no_release(

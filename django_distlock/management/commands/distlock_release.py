@@ -11,7 +11,8 @@ from django.core.management.base import CommandError, CommandParser
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ...core.keys import stored_key
 from ...core.wording import printable
-from ...inspection import Failure, HeldKey, Outcome, force_release, show
+from ...inspection import Failure, HeldKey, Outcome, force_release
+from ...inspection.showing import show_present
 from ..operating import OperatorCommand, add_reason, named, refuse_memory
 from ..reading import add_backend
 from ..statuses import BUSY, UNAVAILABLE, USAGE
@@ -174,7 +175,7 @@ def _found(backend: str, options: dict[str, Any], failures: list[Failure]) -> li
         failures: Takes keys whose records cannot be read. They may be among what was meant.
     """
     if options["key"] is not None:
-        view = show(stored_key(options["key"]), backend)
+        view = show_present(stored_key(options["key"]), backend)
         return [*view.sharing] or ([] if view.held is None else [view.held])
     found: list[HeldKey] = []
     asked = {"host": options["host"], "task_id": options["task"]}
