@@ -51,8 +51,7 @@ from django_distlock.models import FailedTask
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
 from django_distlock.testing import hold, lose_connection, memory_locks, simulate_pause
 from tests.contract.helpers import Later, there
-from tests.contract.locking import eventually
-from tests.contract.locking import Heard
+from tests.contract.locking import Heard, eventually
 from tests.integration.projects import importable, run_python
 from tests.integration.test_metrics_opentelemetry import Told
 from tests.integration.test_metrics_prometheus import Scraped
