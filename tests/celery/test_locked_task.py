@@ -993,7 +993,8 @@ def test_unique_key_ends_though_the_run_did_not_hear_of_its_grant(app: Celery) -
         work.delay(7)
         headers = next_message().headers
     store = lock_backends["default"]
-    acquire, granted = store.acquire, []
+    acquire = store.acquire
+    granted: list[Any] = []
 
     def interrupted(*args: Any, **options: Any) -> None:
         granted.append(acquire(*args, **options))

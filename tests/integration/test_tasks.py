@@ -333,7 +333,7 @@ def test_function_of_a_key_returns_any_spelling(key: str) -> None:
     def body(name: str) -> str | None:
         """Tell the key."""
         lease = current_lease()
-        return lease and lease.key
+        return None if lease is None else lease.key
 
     assert body(f"{key}-e\u0301") == f"{key}-\u00e9"
 
