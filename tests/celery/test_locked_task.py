@@ -9,6 +9,7 @@ import base64
 import functools
 import json
 import logging
+import os
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,10 +23,12 @@ from unittest import mock
 import pytest
 from celery import Celery, Task, _state
 from celery.app.trace import build_tracer
+from celery.concurrency.prefork import process_destructor
 from celery.exceptions import Ignore, OperationalError, Reject, SoftTimeLimitExceeded
 from celery.signals import before_task_publish, task_postrun
 from django.core.checks import CheckMessage
 from django.db import transaction
+from django.test import override_settings
 from django.utils import timezone
 from django.utils.functional import keep_lazy_text
 
@@ -47,7 +50,7 @@ from django_distlock.contrib.celery.deliveries import LEASE, OF
 from django_distlock.contrib.celery.terms import terms_of
 from django_distlock.core.keys import RUNS_PREFIX, own_key
 from django_distlock.core.records import Contended
-from django_distlock.models import FailedTask
+from django_distlock.models import FailedTask, LockEvent
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
 from django_distlock.testing import hold, lose_connection, memory_locks, simulate_pause
 from tests.contract.helpers import Later, there
@@ -620,6 +623,24 @@ def test_unique_key_outlives_its_producer(key: str) -> None:
     record = there(lock_backends["redis"].read(own_key(f"unique:{key}")))
     assert (record.holder.task_id, record.holder.pid) == (sent, 0)
     lock_backends["redis"].force_release(record.key)
+
+
+def be_recycled(key: str) -> None:
+    """End as a process of a pool does behind its last task."""
+    with override_settings(DISTLOCK_HISTORY=1), distlock(key):
+        pass
+    kept = distlock(f"{key}:kept", ttl=300).acquire(heartbeat=True)
+    assert kept.held
+    process_destructor(os.getpid(), 0)
+    os._exit(0)
+
+
+def test_end_of_a_pools_process(key: str) -> None:
+    """It gives back what it holds, and its last release is kept: for one task, its only one."""
+    with spawn(f"{HERE}:be_recycled", key) as process:
+        process.popen.wait()
+    assert LockEvent.objects.filter(key=key, kind=LockEvent.Kind.RELEASED).count() == 1
+    assert not distlock(f"{key}:kept").locked()
 
 
 def test_unique_and_lock_may_be_one_text(app: Celery) -> None:

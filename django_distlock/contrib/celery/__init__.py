@@ -20,6 +20,7 @@ for signal, receive in (
     (signals.task_revoked, endings.revoked),
     (signals.worker_init, checks.tell_all),
     (signals.worker_init, endings.watch),
+    (signals.worker_process_shutdown, endings.leaving),
 ):
     signal.connect(receive, dispatch_uid=f"{receive.__module__}.{receive.__name__}", weak=False)
 finders["celery"] = declaring.find

@@ -25,6 +25,7 @@ from ...core.logs import log_fields
 from ...core.records import Record
 from ...core.threads import Bell, start_thread
 from ...handler import lock_backends
+from ...process.at_exit import held_here
 from ...process.host import current_holder, is_gone
 from ...signals import lock_released, tell
 from ..jobs import JobLock
@@ -110,6 +111,18 @@ def revoked(sender: Any = None, request: Any = None, terminated: bool = False, *
     """Let a task be queued again that was revoked before it was started."""
     if not terminated and request is not None:
         _free_claims_soon(sender, request)
+
+
+def leaving(**_: Any) -> None:
+    """Release what a process of a pool holds, and write what it has to tell.
+
+    Billiard ends it without `atexit`.
+    """
+    held_here.release_all()
+    # Celery's app imports this before the models can be.
+    from ...process import event_log
+
+    event_log.finish()
 
 
 def _free_claims_soon(task: Any, request: Any) -> None:
