@@ -126,14 +126,16 @@ def work(library: str, name: str, attribute: str) -> None:
     getattr(queue, attribute)()
 
 
-def test_coroutine_function_is_refused() -> None:
-    """Its body would run when the lock is released."""
+def test_only_plain_functions_are_locked() -> None:
+    """The body of a coroutine function, and of a task of huey, would run behind the lock."""
+    from huey import MemoryHuey
 
     async def task() -> None:
         raise AssertionError
 
-    with pytest.raises(TypeError, match="without the lock"):
-        recipe_of("RQ")["locked"](lambda: "key")(task)
+    for bad in (task, MemoryHuey(immediate=False).task()(lambda: None)):
+        with pytest.raises(TypeError, match="plain functions"):
+            recipe_of("huey")["locked"](lambda: "key")(bad)
 
 
 @pytest.mark.parametrize("library", ["dramatiq", "RQ", "huey"])
