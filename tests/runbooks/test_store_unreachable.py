@@ -9,9 +9,10 @@ import pytest
 from django.db import connections
 
 from django_distlock import BackendUnavailable, distlock
+from tests.contract.helpers import Later
 from tests.services import private_redis
 
-from .incidents import grantable, port_of, redis_of
+from .incidents import PATIENCE, grantable, port_of, redis_of
 from .walks import Walk, incident
 
 KEY = "invoice:42"
@@ -59,20 +60,27 @@ def test_a_database_takes_connections_again(walk: Walk) -> None:
 
 @contextmanager
 def tables_locked(walk: Walk) -> Iterator[int]:
-    """Let a session keep the tables from changes, as `REINDEX` does, and sleep; give its number."""
+    """Let a session keep the tables from changes, as `REINDEX` does, at work; give its number."""
     names = ("heldlock", "fencecounter", "waiter", "lockevent")
     all_of_them = ", ".join(f"django_distlock_{each} WRITE" for each in names)
-    lock, who = {
+    lock, who, work = {
         "postgresql": (
             "LOCK TABLE django_distlock_heldlock IN SHARE MODE",
             "SELECT pg_backend_pid()",
+            f"SELECT pg_sleep({PATIENCE})",
         ),
-        "mysql": (f"LOCK TABLES {all_of_them}", "SELECT connection_id()"),
+        "mysql": (
+            f"LOCK TABLES {all_of_them}",
+            "SELECT connection_id()",
+            f"SELECT sleep({PATIENCE})",
+        ),
     }[walk.site.store]
     with walk.site.session() as ask:
         ask("BEGIN")
         ask(lock)
-        yield int(ask(who)[0][0])
+        session = int(ask(who)[0][0])
+        Later(ask, work)
+        yield session
 
 
 @incident("store-unreachable", "Something locks its tables", "postgresql", "mysql")
