@@ -155,13 +155,16 @@ def _missing(
     model: type[models.Model], found: Mapping[str, Any], connection: BaseDatabaseWrapper
 ) -> Iterator[str]:
     """Name what a table lacks of what its model declares."""
+    primary = found.get("PRIMARY")
+    # MariaDB shows indexes to each role, and constraints to none with rights on tables alone.
+    sees = primary is None or primary["primary_key"]
     # MySQL has checks since 8.0.16 alone.
-    checks_too = connection.features.can_introspect_check_constraints
+    checks_too = sees and connection.features.can_introspect_check_constraints
     fields: Iterable[Any] = model._meta.local_concrete_fields
     for field in fields:
         keys = [each for each in found.values() if each["columns"] == [field.column]]
         if field.primary_key:
-            if not any(each["primary_key"] for each in keys):
+            if primary not in keys and not any(each["primary_key"] for each in keys):
                 yield f"its primary key ({field.column})"
         elif field.unique:
             if not any(each["unique"] for each in keys):

@@ -28,7 +28,7 @@ from .databases import Routed, ask, lock_and_release, migrate, role
 from .projects import Project
 from .runs import Run
 from .test_advisory_sessions import advisory
-from .test_checks_schema import found
+from .test_checks_schema import drop_index, found
 
 MANUAL = Path(__file__).parents[2] / "docs/howto/grant-least-privilege.md"
 #: For the application on PostgreSQL, for operators there, and for the application on MariaDB.
@@ -152,11 +152,15 @@ def test_session_lock_of_another_role(postgresql: str) -> None:
                 assert ending.read("invoice:42") is None
 
 
-def test_checks_as_the_application(postgresql: str) -> None:
-    """With these rights no check of the database complains."""
-    migrate(postgresql)
-    with role(postgresql, APP) as limited:
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_checks_as_the_application(request: pytest.FixtureRequest, kind: str) -> None:
+    """With these rights no check of the database complains, but of an index that is not there."""
+    using = request.getfixturevalue(kind)
+    migrate(using)
+    with role(using, MARIADB if kind == "mysql" else APP) as limited:
         assert found(limited) == {}
+        drop_index(using)
+        assert [*found(limited)] == ["distlock.W111"]
 
 
 def test_operators(postgresql: str) -> None:
