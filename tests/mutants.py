@@ -106,14 +106,17 @@ FREE_AT_COMMIT = f"{RELEASE}::test_key_is_free_once_the_data_is_committed"
 #: Where the protocol of locks is.
 PROTOCOL = ("backends", "core", "database", "fencing", "locks", "managers")
 #: What random operations show of a fault there, beside the test that is named for it.
-AGREEMENT = "tests/contract/test_agreement.py::test_histories_agree"
+AGREEMENT = {
+    "any": "tests/contract/test_agreement.py::test_histories_agree",
+    "advisory": "tests/contract/test_session_agreement.py::test_session_histories_agree",
+}
 #: Where they meet faults of what is every store's, and of the one that they compare others with.
 MET_ON = {
     "all": "redis", "memory": "redis", "default": "postgres", "functions": "postgres",
     "postgresql": "postgres",
 }  # fmt: skip
-#: Session locks have no ttl, and a server of pages no locks.
-NO_AGREEMENT = ("advisory", "wsgi")
+#: A server of pages has no locks.
+NO_AGREEMENT = ("wsgi",)
 
 
 @dataclass(frozen=True)
@@ -1197,7 +1200,7 @@ MUTANTS = (
 def judged_by_agreement() -> list[Mutant]:
     """Return the faults of the protocol on stores with such histories, to be judged by these."""
     return [
-        replace(each, backend=store, test=AGREEMENT, case="{backend}")
+        replace(each, backend=store, test=AGREEMENT.get(store, AGREEMENT["any"]), case="{backend}")
         for each in MUTANTS
         if each.file.split("/")[1] in PROTOCOL and (store := met_on(each)) not in NO_AGREEMENT
     ]
@@ -1367,8 +1370,8 @@ def main() -> None:
     every = judged_by_agreement() if arguments.agreement else MUTANTS
     chosen = [each for each in every if arguments.fault in each.fault]
     chosen.sort(key=lambda each: not each.test.startswith(WAIT_IN_VAIN))
-    # They wait for most of their time.
-    runs = (os.cpu_count() or 1) * 4
+    # They wait for most of their time. A history keeps up to 50 of the 200 clients of a server.
+    runs = 3 if arguments.agreement else (os.cpu_count() or 1) * 4
     FORKS.set_forkserver_preload(PRELOADED)
     with ExitStack() as stack, ThreadPoolExecutor(runs) as pool:
         free = slots(stack, serve(stack), runs)

@@ -52,6 +52,9 @@ LONG = """
     promises_of_holding renewed_calls transaction_release waiting_in_turn
 """.split()  # noqa: SIM905 - see above
 
+#: Files about session locks alone.
+OF_SESSIONS = ("session_agreement",)
+
 #: Folders and files with a parameter whose values take turns over their tests: stores, where what
 #: is seen is the same above each of them.
 IN_TURN = {"celery": "store", "e2e/test_example.py": "shop"}
@@ -197,6 +200,8 @@ def _is_quick(item: pytest.Item) -> bool:
 def _quick_backends(subject: str) -> Collection[str]:
     if subject in LONG:
         return ("postgres",)
+    if subject in OF_SESSIONS:
+        return ("advisory",)
     return QUICK_BACKENDS if subject in OF_BACKENDS else FULL
 
 

@@ -821,16 +821,22 @@ class History:
         return free
 
 
-def test_histories_agree(store: Store, key: str) -> None:
-    """What is drawn by a seed is answered alike by the store and by the dictionary."""
+def run_each(begin: Callable[[int], Any]) -> None:
+    """Run the history of each seed; tell what it had done where one fails."""
     one = os.environ.get("DISTLOCK_TEST_SEED")
     for seed in range(SEEDS) if one is None else [int(one)]:
-        history = History(store, key, seed)
+        history = begin(seed)
         try:
             history.run()
         except Exception as error:
             error.add_note("\n".join([f"seed {seed}:", *history.said]))
             raise
-        finally:
-            if history.using:
-                Account.objects.using(history.using).filter(name__startswith=key).delete()
+
+
+def test_histories_agree(store: Store, key: str) -> None:
+    """What is drawn by a seed is answered alike by the store and by the dictionary."""
+    try:
+        run_each(partial(History, store, key))
+    finally:
+        if using := store.registered.using:
+            Account.objects.using(using).filter(name__startswith=key).delete()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psycopg
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.faults
 WAL_WRITER = "SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'"
 
 
-@pytest.fixture
-def mortal() -> Iterator[tuple[Restartable, AdvisoryBackend]]:
-    """Give a server of our own, and locks on it."""
+@contextmanager
+def mortal_alias() -> Iterator[tuple[Restartable, str]]:
+    """Give a server of our own, which writes late what nobody waits for, and an alias of it."""
     with restartable_postgres() as server:
         there = {
             "HOST": "127.0.0.1",
@@ -47,15 +47,22 @@ def mortal() -> Iterator[tuple[Restartable, AdvisoryBackend]]:
             assert eventually(lambda: bool(raw.execute(WAL_WRITER).fetchall()), PATIENCE)
             ((wal_writer,),) = raw.execute(WAL_WRITER).fetchall()
             os.kill(wal_writer, signal.SIGSTOP)
-        with alias_like("default", **there) as using, advisory(using) as backend:
+        with alias_like("default", **there) as using:
             migrate(using)
             try:
-                yield server, backend
+                yield server, using
             finally:
                 with suppress(ProcessLookupError):
                     os.kill(wal_writer, signal.SIGCONT)
                 if not server.is_running:
                     server.start()
+
+
+@pytest.fixture
+def mortal() -> Iterator[tuple[Restartable, AdvisoryBackend]]:
+    """Give such a server, and locks on it."""
+    with mortal_alias() as (server, using), advisory(using) as backend:
+        yield server, backend
 
 
 def kill(server: Restartable) -> None:
