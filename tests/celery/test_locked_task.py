@@ -1027,6 +1027,24 @@ def test_unique_key_ends_though_the_run_did_not_hear_of_its_grant(app: Celery) -
     assert eventually(lambda: not held_now())
 
 
+def test_unique_key_ends_though_its_sender_is_interrupted(app: Celery) -> None:
+    """Let go of, it would keep others from being queued for an hour, and none is."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(unique="{number}")
+    def work(number: int) -> None: ...
+
+    let_go = Lease._let_go
+
+    def interrupted(lease: Lease) -> None:
+        let_go(lease)
+        raise SoftTimeLimitExceeded
+
+    with mock.patch.object(Lease, "_let_go", interrupted), pytest.raises(SoftTimeLimitExceeded):
+        work.delay(7)
+    assert held_now() == []
+
+
 def test_retry_of_a_call_that_began_while_it_was_replaced(app: Celery) -> None:
     """It has begun, and its retry does not give way any more: half of its work would be lost."""
 

@@ -79,6 +79,11 @@ def reserve(
     except LockError:
         lease.release()
         raise
+    except BaseException:
+        # A signal's, also behind its letting go. What a transaction has kept is that one's.
+        if not lease._holding.goes_on:
+            give_back(lock, lease._holding.grant)
+        raise
 
 
 def replace_any(lock: JobLock) -> Lease:
