@@ -36,9 +36,14 @@ EVERYWHERE = pytest.mark.parametrize("using", ["default", "sqlite", "mariadb"], 
 def without_rows(using: str) -> Iterator[str]:
     """Give a database, without the rows of others."""
     here(using)
+    _empty(using)
+    yield using
+    _empty(using)
+
+
+def _empty(using: str) -> None:
     for model in MODELS:
         model._base_manager.using(using)._raw_delete(using)
-    yield using
 
 
 def accounts(using: str, name: str = "") -> FencedQuerySet[Account]:
