@@ -15,13 +15,15 @@ from django_distlock.leading import Term
 def work(term: Term) -> None:
     """Lead, and say until when that was sure, by the clock of the machine."""
     began, sure = monotonic(), None
-    print(f"leads {term.fence}")
     # Read behind the answer, and before the deadline: what was done until then was done leading.
     while term and (now := monotonic()) < term.lease.deadline:
+        if sure is None:
+            print(f"leads {term.fence}")
         sure = now
         term.wait(0.05)
     # Nothing was, where the process stood still from its first line on.
-    print("term over" if sure is None else f"term {term.fence} {began} {sure}")
+    if sure is not None:
+        print(f"term {term.fence} {began} {sure}")
 
 
 def sleep(term: Term) -> None:
