@@ -80,7 +80,7 @@ def reserve(
         lease.release()
         raise
     except BaseException:
-        # A signal's, also behind its letting go. What a transaction has kept is that one's.
+        # A signal raised, perhaps after the lease was let go. A transaction's stays with that.
         if not lease._holding.goes_on:
             give_back(lock, lease._holding.grant)
         raise
@@ -123,7 +123,7 @@ def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
             )
             return lease_of(store, answer, sent_at, kept)
     except BaseException:
-        # It may have been granted, be it that no answer came or that a signal raised.
+        # The store may have granted it: the answer was lost, or a signal raised.
         at, shared = datetime.now(UTC), permits != 1
         release_unanswered(store, Grant(lock.key, token, 1, kept.ttl, at, None, shared=shared))
         raise
