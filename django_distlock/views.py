@@ -25,7 +25,7 @@ from django.template import Context, Engine, TemplateDoesNotExist, loader
 from django.utils.decorators import method_decorator
 from django.utils.translation import get_language, gettext, ngettext
 
-from .core.bodies import refuse_function, whole
+from .core.bodies import refuse_function, signature_of, whole
 from .core.declarations import Declaration, Kind, declared
 from .core.durations import GRACE, Duration, seconds
 from .core.errors import InvalidArgument, LockNotAcquired, LockUsageError, shown
@@ -282,7 +282,7 @@ class _Locked:
         # What Django REST framework makes of a function or a class knows the class.
         locked.problems = hasattr(getattr(view, "cls", None), "initialize_request")
         locked.key, locked._not_atomic = key, set()
-        if next(iter(inspect.signature(view).parameters), "") == "self":
+        if next(iter(signature_of(view).parameters), "") == "self":
             # The transaction of its request has begun before.
             locked._place, locked._not_atomic = 1, _Every(set())
         if iscoroutinefunction(view):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 import math
@@ -13,6 +12,7 @@ from functools import partial
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
+from ..core.bodies import signature_of
 from ..core.durations import Duration, seconds
 from ..core.errors import InvalidArgument, shown
 from ..core.keys import KeyTemplate, normalize_key
@@ -251,7 +251,7 @@ def key_maker(
     if callable(key):
         made = key
         return lambda *args, **kwargs: normalize_key(made(*args, **kwargs))
-    signature = inspect.signature(function)
+    signature = signature_of(function)
 
     def visible(*_: Any, **__: Any) -> None:
         """Stand for the function as its callers see it."""

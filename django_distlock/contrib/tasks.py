@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from django.utils import timezone
 
-from ..core.bodies import refuse_function, whole
+from ..core.bodies import refuse_function, signature_of, whole
 from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
@@ -142,7 +142,7 @@ class _Locked:
         *,
         insists: bool,
     ):
-        names = list(inspect.signature(function).parameters)
+        names = list(signature_of(function).parameters)
         if TRAVELS in names:
             raise InvalidArgument(
                 f"{function.__qualname__} has a parameter {TRAVELS}, which locked_task uses to"

@@ -51,6 +51,18 @@ def require_function(function: object, decorator: str) -> None:
         )
 
 
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, whose annotations may name what only a type checker has.
+
+    Python 3.14 and newer evaluate them when they are asked for.
+    """
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return inspect.signature(function, annotation_format=Format.FORWARDREF)
+    return inspect.signature(function)
+
+
 def whole(function: Callable[P, T], *, awaits: bool = True) -> Callable[P, T]:
     """Return a function like this one that never leaves its body to run behind the call.
 

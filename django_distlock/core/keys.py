@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+from .bodies import signature_of
 from .errors import InvalidArgument, shown
 from .secrets import Token
 
@@ -351,7 +352,7 @@ class KeyTemplate:
                 f"A method is decorated where it is defined, without method_decorator: {template!r}"
                 " could not see its parameters."
             )
-        made = cls(template, inspect.signature(function), _parse(template))
+        made = cls(template, signature_of(function), _parse(template))
         for literal, name, _spec in made.parts[1:]:
             if not literal and name is not None:
                 raise InvalidArgument(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from django.conf import settings as django_settings
 
 from ..conf import DEFAULT_BACKENDS, aliases, backend_config
-from ..core.bodies import whole
+from ..core.bodies import signature_of, whole
 from ..core.durations import Duration
 from ..core.errors import InvalidArgument
 from ..handler import lock_backends
@@ -137,7 +137,7 @@ class MemoryLocks:
 
         if self._kwarg_name:
             # For pytest, an argument is a fixture.
-            shown = inspect.signature(function)
+            shown = signature_of(function)
             others = [each for each in shown.parameters.values() if each.name != self._kwarg_name]
             vars(wrapper)["__signature__"] = shown.replace(parameters=others)
         return cast("D", wrapper)

@@ -6,6 +6,7 @@ import datetime
 import decimal
 import enum
 import itertools
+import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,6 +157,15 @@ def test_collected_argument_is_named_by_what_collects_it() -> None:
 
     with pytest.raises(InvalidArgument, match=r"Write \{kwargs\[pk\]\} for one of \*\*kwargs\."):
         KeyTemplate.for_function("invoice:{pk}", view)
+
+
+def test_annotation_that_only_a_type_checker_knows_is_not_asked_for() -> None:
+    """Python 3.14 and newer evaluate it then; older ones need it where the function is defined."""
+    later = "" if sys.version_info >= (3, 14) else "from __future__ import annotations\n"
+    names: dict[str, Any] = {}
+    code = compile(f"{later}def pay(order: Order): ...", __name__, "exec", dont_inherit=True)
+    exec(code, names)
+    assert render("order:{order}", names["pay"], 7) == "order:7"
 
 
 def test_arguments_that_do_not_fit_are_pythons_own_error() -> None:

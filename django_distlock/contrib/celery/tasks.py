@@ -11,7 +11,7 @@ from celery import Task
 from celery.contrib.django.task import DjangoTask
 from celery.local import Proxy
 
-from ...core.bodies import refuse_function, whole
+from ...core.bodies import refuse_function, signature_of, whole
 from ...core.durations import Duration
 from ...core.errors import InvalidArgument
 from ..jobs import MAX_WAIT, Limit, OnConflict, only_function
@@ -229,6 +229,6 @@ def _wrapped(function: Callable[P, T], given: dict[str, Any]) -> Callable[P, T]:
     wrapper: Any = locked
     wrapper.distlock_terms = terms
     # Celery checks the arguments of `delay()` by what a function itself has.
-    wrapper.__signature__ = inspect.signature(function)
+    wrapper.__signature__ = signature_of(function)
     declaring.declare(locked, terms)
     return locked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from django.db.models import Model
 
+from ...core.bodies import signature_of
 from ...core.durations import MIN_TTL, Duration, seconds
 from ...core.errors import InvalidArgument, shown
 from ...core.keys import (
@@ -305,7 +305,7 @@ class _Canonical:
     """Makes a key of a task's name and of all of its arguments."""
 
     def __init__(self, function: Callable[..., Any]):
-        self._signature = inspect.signature(function)
+        self._signature = signature_of(function)
 
     def __call__(self, call: Call) -> str:
         bound = self._signature.bind(*call.args, **call.kwargs)
