@@ -127,7 +127,9 @@ def test_commit_that_fails_leaves_the_file_to_others(tmp_path: Path) -> None:
 
 @pytest.mark.aliases("sqlite")
 @pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <sqlite3:pytest.PytestUnraisableExceptionWarning"
+    # The second one from Python 3.14 on.
+    "ignore:Exception ignored in. <sqlite3:pytest.PytestUnraisableExceptionWarning",
+    "ignore:Exception ignored while finalizing database:pytest.PytestUnraisableExceptionWarning",
 )
 def test_opening_the_file_takes_no_longer_than_the_call(key: str, tmp_path: Path) -> None:
     """What the project does first may wait for whoever has the file, longer than the lock does."""
