@@ -14,6 +14,7 @@ from ..core.logs import log_fields
 from ..core.records import Grant, Unknown
 from ..core.renewing import Renewing
 from ..core.threads import TimerThread, in_child
+from ..core.wording import counted
 from . import deferred_release
 
 logger = logging.getLogger("django_distlock")
@@ -122,11 +123,13 @@ def _extended(backend: BaseLockBackend, grants: Sequence[Grant]) -> Sequence[Ans
         return backend.extend_many(grants)
     except LockError as error:
         extra = log_fields("renewal_failed", backend=backend.alias, error=error)
-        logger.warning("%d leases could not be renewed: %s", len(grants), error, extra=extra)
+        number = counted(len(grants), "lease")
+        logger.warning("%s could not be renewed: %s", number, error, extra=extra)
         return [error] * len(grants)
     except Exception as error:
         extra = log_fields("renewal_failed", backend=backend.alias)
-        logger.exception("%d leases could not be renewed", len(grants), extra=extra)
+        number = counted(len(grants), "lease")
+        logger.exception("%s could not be renewed", number, extra=extra)
         return [LockError(str(error))] * len(grants)
 
 

@@ -109,6 +109,22 @@ def test_many_leases_take_several_round_trips(memory: Memory, heartbeat: Heartbe
     assert memory.beats == [1000, 1000, 500]
 
 
+def test_failure_counts_its_leases(
+    memory: Memory, heartbeat: Heartbeat, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One is no several."""
+    some = [Leased(memory) for _ in range(2)]
+    memory.troubles = [BackendUnavailable("no"), ZeroDivisionError(), BackendUnavailable("no")]
+    for leases in (some[:1], some[:1], some):
+        heartbeat.renew(leases)
+    said = [each.getMessage() for each in caplog.records]
+    assert said == [
+        "1 lease could not be renewed: no",
+        "1 lease could not be renewed",
+        "2 leases could not be renewed: no",
+    ]
+
+
 def test_thread_ends_and_starts_again(memory: Memory, heartbeat: Heartbeat) -> None:
     """With the last lease the thread ends, some seconds later; the next lease has one again."""
     for _ in range(2):
