@@ -223,7 +223,9 @@ def duration(text: str | timedelta) -> float:
     try:
         return seconds(number_of(text), "a duration")
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0.") from None
+        raise ArgumentTypeError(
+            f"{text!r} is not a finite number of seconds of at least 0."
+        ) from None
 
 
 def named(session: Session) -> str:
