@@ -300,6 +300,17 @@ def test_question_is_asked_first(grants: list[Grant], key: str) -> None:
     assert event_of(grants[1].key).reason == "known"
 
 
+def test_reason_that_cannot_be_kept_is_refused_before_anything_is_asked(
+    grants: list[Grant],
+) -> None:
+    """Whoever would have read a long list, and confirmed it, would have done so in vain."""
+    for reason, rule in (("x" * 201, "at most 200 characters"), (" ", "requires a reason")):
+        ran = run("distlock_release", grants[0].key, OF, f"--reason={reason}", answers="yes\n")
+        assert (ran.status, ran.out) == (2, "")
+        assert rule in ran.err
+    assert still_held(grants) == [True] * 3
+
+
 def test_next_holder_of_the_last_moment_is_spared(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

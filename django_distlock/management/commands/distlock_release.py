@@ -11,7 +11,8 @@ from django.core.management.base import CommandError, CommandParser
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ...core.keys import stored_key
 from ...core.wording import printable
-from ...inspection import Failure, HeldKey, Outcome, force_release
+from ...inspection import Failure, HeldKey, Operation, Outcome, force_release
+from ...inspection.journal import Order
 from ...inspection.showing import show_present
 from ..operating import OperatorCommand, add_reason, named, refuse_memory
 from ..reading import add_backend
@@ -47,10 +48,12 @@ class Command(OperatorCommand):
 
     def handle(self, *, backend: str, dry_run: bool, json: bool, **options: Any) -> None:
         _check(dry_run=dry_run, json=json, **options)
+        if reason := options["reason"]:
+            # Before anybody is asked for a confirmation that would be in vain.
+            Order(Operation.FORCE_RELEASE, self.actor(), reason)
         refuse_memory(backend)
         failures: list[Failure] = []
         found = _found(backend, options, failures)
-        reason = options["reason"]
         if not json:
             self._print_found(found)
             if found and not dry_run and not options["force"]:
