@@ -12,7 +12,7 @@ from django_distlock import distlock
 from django_distlock.core.fences import FENCE_MAX, FENCE_WARNING
 from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import see
-from tests.contract.aliases import locks_on
+from tests.contract.aliases import alias_like, locks_on
 
 from .databases import migrate
 from .operating import DEAD, run
@@ -161,3 +161,8 @@ def test_mark_that_cannot_be_asked_is_an_error(empty: str) -> None:
         assert "seenfence" in ran.err
     ran = run("distlock_fence", "seen", "key", f"--database={empty}", "--json")
     assert "seenfence" in ran.json["failures"][0]["message"]
+    with alias_like("default", HOST="127.0.0.1", PORT="1") as away:
+        for more in ((), ("--to=5",)):
+            ran = run("distlock_fence", "seen", "key", f"--database={away}", "--json", *more)
+            assert ran.status == 69
+            assert ran.json["failures"][0]["code"] == "service_unavailable"

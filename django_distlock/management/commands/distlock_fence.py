@@ -9,15 +9,17 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import connections, router
 
-from ...core.errors import InvalidArgument, LockError
+from ...core.errors import InvalidArgument
 from ...core.fences import FENCE_MAX, FENCE_WARNING, validate_fence
 from ...core.keys import stored_key
 from ...core.logs import log_fields
 from ...core.wording import counted, printable
+from ...database import vendors
 from ...fencing.seen import mark_of, set_mark
 from ...handler import lock_backends
+from ...models import SeenFence
 from ..operating import OperatorCommand, refuse_memory
 from ..reading import add_backend
 
@@ -96,10 +98,8 @@ class Command(OperatorCommand):
         key = stored_key(key)
         if database is not None and database not in connections:
             raise ImproperlyConfigured(f"{database!r} is not in DATABASES.")
-        try:
+        with vendors.translated(database or router.db_for_write(SeenFence)):
             before = mark_of(key, database) if to is None else set_mark(key, to, database)
-        except (DatabaseError, InterfaceError) as error:
-            raise LockError(f"The database that stores the seen fences failed: {error}") from error
         if to is not None and to != before:
             logger.warning(
                 "The highest fence seen of %r was set from %s to %d by %s.",
