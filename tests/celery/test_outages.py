@@ -161,9 +161,9 @@ def test_failed_unique_task_frees_its_key(crew: Crew, away: StoreWire, name: str
     assert len(crew.stage.told("began")) == 1
 
 
-def replay(*arguments: str) -> Any:
+def replay(*arguments: str, told: StringIO | None = None) -> Any:
     """Run the command; return its document."""
-    told = StringIO()
+    told = told or StringIO()
     call_command("distlock_replay", *arguments, "--json", stdout=told)
     return json.loads(told.getvalue())
 
@@ -225,10 +225,16 @@ def test_two_operators_send_a_task_once(
     nobody = create(Broker(url=address, results=crew.app.conf.result_backend).settings)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(_state._tls, "current_app", nobody)
+        printed = StringIO()
         with pytest.raises(CommandError, match="could not be processed") as told:
-            replay("--send", result.id)
+            replay("--send", result.id, told=printed)
     nobody.close()
     assert told.value.returncode == UNAVAILABLE
+    # As of every command.
+    (failure,) = json.loads(printed.getvalue())["failures"]
+    assert (failure["backend"], failure["key"]) == (crew.store, crew.key)
+    assert failure["message"].startswith(f"{result.id}: ")
+    assert failure["code"] == "service_unavailable"
     assert listed(crew)[result.id]["sent_at"] is None
     sent = there(failed.send(crew.app, row))
     assert failed.send(crew.app, row) is None

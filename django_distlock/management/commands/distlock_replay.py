@@ -10,6 +10,7 @@ from django.core.management.base import CommandError, CommandParser
 from ...core.documents import by_name
 from ...core.errors import BackendUnavailable, LockError
 from ...core.wording import instant
+from ...inspection import Failure
 from ...models import FailedTask
 from ..celery import app_and
 from ..operating import OperatorCommand
@@ -54,27 +55,31 @@ class Command(OperatorCommand):
             self._show(failed.failed(sent=sent), [], [], json=json)
             return
         done: list[FailedTask] = []
-        errors: list[str] = []
+        failures: list[Failure] = []
 
         def do(row: FailedTask) -> None:
             if drop:
                 failed.drop(row)
             elif (sent_as := failed.send(app, row)) is None:
-                errors.append(f"{row.pk}: already sent by another process.")
+                failures.append(_failure(row, "already_sent", "already sent by another process."))
                 return
             else:
                 row.sent_as = sent_as
             done.append(row)
 
-        is_silent = self._each(failed, send or drop, do, errors)
-        self._show(failed.failed(sent=sent), done, errors, json=json)
-        if errors:
+        is_silent = self._each(failed, send or drop, do, failures)
+        self._show(failed.failed(sent=sent), done, failures, json=json)
+        if failures:
             raise CommandError(
                 "Some tasks could not be processed.", returncode=UNAVAILABLE if is_silent else 1
             )
 
     def _each(
-        self, failed: Any, ids: list[str], do: Callable[[FailedTask], None], errors: list[str]
+        self,
+        failed: Any,
+        ids: list[str],
+        do: Callable[[FailedTask], None],
+        failures: list[Failure],
     ) -> bool:
         """Do it with each; return whether a store or the broker did not answer."""
         known = {row.pk: row for row in failed.failed(sent=False)}
@@ -86,29 +91,33 @@ class Command(OperatorCommand):
         for each in wanted:
             try:
                 do(known[each])
-            except BackendUnavailable as error:
-                errors.append(f"{each}: {error}")
-                return True  # And so it would be with the others.
             except LockError as error:
-                errors.append(f"{each}: {error}")
+                failures.append(_failure(known[each], error.code, str(error)))
+                if isinstance(error, BackendUnavailable):
+                    return True  # And so it would be with the others.
         return False
 
     def _show(
-        self, rows: list[FailedTask], done: list[FailedTask], errors: list[str], *, json: bool
+        self,
+        rows: list[FailedTask],
+        done: list[FailedTask],
+        failures: list[Failure],
+        *,
+        json: bool,
     ) -> None:
         if json:
             document = {
                 "failed": [_as_json(each) for each in rows],
                 "done": [_as_json(each) for each in done],
-                "errors": errors,
+                "failures": failures,
             }
             self.print_json(document)
             return
         for each in done:
             text = f"Sent {each.pk} as {each.sent_as}." if each.sent_as else f"Dropped {each.pk}."
             self.stdout.write(self.style.SUCCESS(text))
-        for text in errors:
-            self.stderr.write(text, self.style.WARNING)
+        for failure in failures:
+            self.stderr.write(failure.message, self.style.WARNING)
         if rows:
             self.print_table(
                 ("FAILED AT", "TASK", "ID", "BACKEND", "KEY", "SENT AS"),
@@ -122,6 +131,10 @@ class Command(OperatorCommand):
             )  # fmt: skip
         elif not done:
             self.stdout.write("No task failed because of an unavailable store.")
+
+
+def _failure(row: FailedTask, code: str, text: str) -> Failure:
+    return Failure(backend=row.backend, code=code, message=f"{row.pk}: {text}", key=row.key)
 
 
 def _as_json(row: FailedTask) -> dict[str, Any]:
