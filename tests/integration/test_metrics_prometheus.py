@@ -410,15 +410,34 @@ def test_two_scrapes_may_remove_the_same_gauges(tmp_path: Path) -> None:
         pass
     file = tmp_path / f"gauge_livesum_{child.pid}.db"
     file.touch()
-    remove = os.remove
+    remove = Path.unlink
 
-    def second(path: str) -> None:
+    def second(path: Path) -> None:
         remove(path)
         remove(path)
 
-    with patch("prometheus_client.multiprocess.os.remove", second):
+    with patch.object(Path, "unlink", second):
         prometheus._bury_the_dead(tmp_path)
     assert not file.exists()
+
+
+def test_file_of_a_process_that_was_killed_before_it_wrote_fails_no_scrape(tmp_path: Path) -> None:
+    """It stays empty, and nobody can read it; that of a process that lives is about to be filled.
+
+    What was counted stays.
+    """
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        pass
+    empty, alive, counted = (
+        tmp_path / name
+        for name in (f"counter_{child.pid}.db", f"counter_{os.getpid()}.db",
+                     f"histogram_{child.pid}.db")
+    )  # fmt: skip
+    empty.touch()
+    alive.touch()
+    counted.write_bytes(b"\0" * 8)
+    prometheus._bury_the_dead(tmp_path)
+    assert (empty.exists(), alive.exists(), counted.exists()) == (False, True, True)
 
 
 def in_files(folder: Path, name: str, **labels: str) -> float | None:

@@ -16,7 +16,7 @@ from ...core.extras import required
 with required():
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, values
     from prometheus_client.core import GaugeMetricFamily
-    from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+    from prometheus_client.multiprocess import MultiProcessCollector
     from prometheus_client.registry import Collector
 
 from ...core.clock import monotonic
@@ -106,17 +106,25 @@ def scrape_registry() -> CollectorRegistry:
 def _bury_the_dead(folder: Path) -> None:
     """Remove the gauges of processes that are gone: who is killed runs no hook, and others may not.
 
-    A folder belongs to the processes of one PID namespace, as the names of its files do.
+    And files that were made and never filled, which nobody can read. A folder belongs to the
+    processes of one PID namespace, as the names of its files do.
     """
-    for pid in {each.stem.rpartition("_")[2] for each in folder.glob("gauge_live*_*.db")}:
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            # Another scrape, or `child_exit`, may be quicker.
-            with suppress(FileNotFoundError):
-                mark_process_dead(int(pid), str(folder))  # type: ignore[no-untyped-call]
-        except (PermissionError, ValueError):
-            continue  # Somebody else's, and alive; or no name of the library's.
+    for each in folder.glob("*_*.db"):
+        # Another scrape, or `child_exit`, may be quicker.
+        with suppress(FileNotFoundError):
+            is_left = each.name.startswith("gauge_live") or not each.stat().st_size
+            if is_left and _is_gone(each.stem.rpartition("_")[2]):
+                each.unlink()
+
+
+def _is_gone(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, ValueError):
+        pass  # Somebody else's, and alive; or no name of the library's.
+    return False
 
 
 class _Exporter:
