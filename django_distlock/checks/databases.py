@@ -142,13 +142,12 @@ def check_databases(
 
 def _of_locks(using: str) -> Iterator[checks.CheckMessage]:
     connection = connections[using]
-    existing = set(connection.introspection.table_names())
     wanted = [each for each in _MODELS if each not in _ROUTED or is_made(each, using)]
-    missing = [each for each in wanted if each._meta.db_table not in existing]
+    missing = _missing(using, wanted)
     loader = _loader(using)
     pending = [] if loader is None else list(unapplied(using, loader))
     # What migrations would make is not missed twice, nor while they are about to make it.
-    has_some, is_migrating = len(missing) < len(wanted), sys.argv[1:2] == ["migrate"]
+    has_some, is_migrating = len(missing) < len(wanted), _is_migrating()
     if missing and not (pending and (has_some or is_migrating)):
         yield _lacks_tables(using, missing)
     yield from _read_only(using)
@@ -171,7 +170,13 @@ def _of_locks(using: str) -> Iterator[checks.CheckMessage]:
 def _of_others(using: str) -> Iterator[checks.CheckMessage]:
     # Not those of which nothing is known: a project without a database has an alias, too.
     if connections[using].vendor in VENDORS:
-        yield from _of_rows(using, _loader(using))
+        loader = _loader(using)
+        routed = [each for each in _ROUTED if written_to(each) == using and is_made(each, using)]
+        missing = _missing(using, routed)
+        is_coming = loader is not None and any(unapplied(using, loader)) and _is_migrating()
+        if missing and not is_coming:
+            yield _lacks_tables(using, missing)
+        yield from _of_rows(using, loader)
 
 
 def _of_rows(using: str, loader: MigrationLoader | None) -> Iterator[checks.CheckMessage]:
@@ -179,6 +184,15 @@ def _of_rows(using: str, loader: MigrationLoader | None) -> Iterator[checks.Chec
         yield from _forgetful_rows(using)
     if loader is not None:
         yield from fence_triggers(using, loader)
+
+
+def _missing(using: str, wanted: Sequence[type[models.Model]]) -> list[type[models.Model]]:
+    existing = set(connections[using].introspection.table_names())
+    return [each for each in wanted if each._meta.db_table not in existing]
+
+
+def _is_migrating() -> bool:
+    return sys.argv[1:2] == ["migrate"]
 
 
 def _lacks_tables(using: str, missing: list[type[models.Model]]) -> checks.CheckMessage:

@@ -11,7 +11,7 @@ from django.test import override_settings
 from tests.backends import DATABASE
 from tests.contract.aliases import alias_like, locks_on
 
-from .databases import APP, TABLES, ask, migrate
+from .databases import APP, TABLES, Routed, ask, migrate
 from .projects import Project
 from .test_checks import found, ids
 
@@ -46,6 +46,16 @@ def test_some_tables_missing_are_named(empty: str) -> None:
         (message,) = [each for each in found(empty) if each.id == "distlock.W103"]
         assert "distlock.W103" not in ids("default")
     assert message.msg.endswith("has no table django_distlock_lockevent.")
+
+
+def test_database_that_the_events_alone_are_in_lacks_them(empty: str) -> None:
+    """What the locks of another store tell is written there, and would be lost."""
+    with override_settings(DATABASE_ROUTERS=[Routed(empty, APP)], DISTLOCK={}):
+        (message,) = [each for each in found(empty) if each.id == "distlock.W103"]
+        assert "django_distlock_lockevent" in message.msg
+        assert "django_distlock_heldlock" not in message.msg
+        migrate(empty)
+        assert "distlock.W103" not in ids(empty)
 
 
 class EventsElsewhere:
