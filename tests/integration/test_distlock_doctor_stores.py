@@ -149,6 +149,12 @@ def test_store_behind_a_pooler(key: str) -> None:
     assert (found["D011"]["level"], found["D011"]["backend"]) == ("error", "locks")
 
 
+def test_database_without_tables_says_what_to_run(postgresql: str) -> None:
+    """D008, where the secret of the channel is missing: no limit of connections is in the way."""
+    with database(postgresql):
+        assert "migrations" in of(asked())["D008"]["hint"]
+
+
 def test_user_of_redis_who_may_less_or_is_unknown() -> None:
     """D008: one without the channel of wake-ups. D011 of a wrong password says what to look at."""
     with private_redis(durable=True) as running, Redis.from_url(running.url) as client:

@@ -238,7 +238,8 @@ def _note_wake_ups(store: BaseLockBackend, notes: Notes) -> None:
             "D008",
             "wake-ups",
             f"the connection that receives wake-ups cannot be opened: {error}",
-            "Check the alias in OPTIONS['listen_using'] and the server's connection limits.",
+            "Check whether the migrations are applied, the alias in OPTIONS['listen_using'] and the"
+            " server's connection limits.",
         )
     else:
         notes.look("wake-ups", "a connection that receives wake-ups was opened")
