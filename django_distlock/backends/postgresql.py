@@ -86,7 +86,9 @@ class NotifyLine:
             )
         if row[1]:
             raise NoWakeUps(f"{where} is a standby, which has no wake-ups. {remedy}")
-        asked = f"SELECT {channel()}, {word()} FROM {salt} s"  # noqa: S608
+        # It idles for as long as nothing is called out.
+        stays = "pg_catalog.set_config('idle_session_timeout', '0', false)"
+        asked = f"SELECT {channel()}, {word()}, {stays} FROM {salt} s"  # noqa: S608
         found = self._raw.execute(asked).fetchone()
         if found is None:
             raise no_secret(salt)

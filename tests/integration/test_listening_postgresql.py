@@ -202,6 +202,19 @@ def test_idle_session_is_closed(
         assert session_of(listener) != pid
 
 
+def test_listener_outlives_a_server_that_ends_idle_sessions(key: str) -> None:
+    """It idles on purpose, for longer than a server may allow others to."""
+    options = {"options": "-c idle_session_timeout=300"}
+    with alias_like("default", OPTIONS=options) as using, locks_on(using) as alias:
+        backend = lock_backends[alias]
+        assert isinstance(backend, DatabaseBackend)
+        with Rung(backend, key):
+            assert backend.listen(10) is True
+            pid = session_of(backend)
+            assert not eventually(lambda: not live(pid), timeout=1)
+        listener_of(backend).close_all()
+
+
 def test_quiet_server_is_asked_now_and_then(
     listener: DatabaseBackend, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
