@@ -235,6 +235,21 @@ def test_token_of_another_process_is_no_use(
     assert isinstance(backend.extend(grant), Grant)
 
 
+def test_request_to_stop_stays_where_the_holder_does(
+    backend: AdvisoryBackend, other: AdvisoryBackend, key: str
+) -> None:
+    """Its next lease is asked to stop as well, also where it has not seen the request yet."""
+    holder = Holder(host="web-1")
+    grant = take(backend, key, holder=holder)
+    assert isinstance(other.request_stop(key), Record)
+    grant = take(backend, key, holder=holder, replace=grant.token)
+    assert held(other, key).stop_requested_at is not None
+    assert extend(backend, grant).stop_requested
+    grant = take(backend, key, holder=Holder(host="web-2"), replace=grant.token)
+    assert held(other, key).stop_requested_at is None
+    assert not extend(backend, grant).stop_requested
+
+
 # Others in the way
 
 

@@ -57,8 +57,10 @@ class SessionAttempts(SessionViews):
                 return None
             try:
                 session.catch_up(budgets.end(MAX_BOUND))
+                # The same holder is still to stop.
+                is_same = held.record.holder == attempt.holder
                 turn, paused, fence, now, number, _ = self._ask_for(
-                    session, "distlock_hand_over", attempt
+                    session, "distlock_hand_over", attempt, keeps_stop=is_same
                 )
             except NoAnswer as error:
                 raise self._no_answer(attempt.key) from error
@@ -106,8 +108,10 @@ class SessionAttempts(SessionViews):
                 raise self._refused(error, attempt.key) from error
             return contended
 
-    def _ask_for(self, session: Session, statement: str, attempt: Attempt) -> Row:
-        row = session.ask(statement, attempt.name, attempt.key, session.durable)
+    def _ask_for(
+        self, session: Session, statement: str, attempt: Attempt, *, keeps_stop: bool = False
+    ) -> Row:
+        row = session.ask(statement, attempt.name, attempt.key, session.durable, keeps_stop)
         if row[4] is None:
             raise self._translated(no_secret(side_table("salt")), attempt.key)
         return row

@@ -15,7 +15,7 @@ from ...database.sql import HELD_LOCKS, LOCK_NUMBER, NOW, number
 # The steps depend on each other, and so have an order: whoever loses has written nothing, and the
 # fence is counted by who has the lock. An error behind the lock does not undo it.
 _ACQUIRE = """
-PREPARE {prepared} (text, text, text) AS
+PREPARE {prepared} (text, text, text, boolean) AS
 WITH paused AS MATERIALIZED (
     SELECT {number} AS number, EXISTS (
         SELECT FROM {fences} WHERE storage_key = $1 AND paused_until > {now}
@@ -29,10 +29,11 @@ WITH paused AS MATERIALIZED (
         WHERE c.paused_until IS NULL OR c.paused_until <= {now}
     RETURNING fence
 ), noted AS (
-    INSERT INTO {sessions} (pid, storage_key, fence)
+    INSERT INTO {sessions} AS x (pid, storage_key, fence)
         SELECT pg_backend_pid(), $1, granted.fence FROM granted
     ON CONFLICT (pid) DO UPDATE SET
-        storage_key = excluded.storage_key, fence = excluded.fence, stop_requested_at = NULL
+        storage_key = excluded.storage_key, fence = excluded.fence,
+        stop_requested_at = CASE WHEN $4 THEN x.stop_requested_at END
 )
 SELECT
     done.turn, done.paused, done.fence, done.now, done.number,
