@@ -12,6 +12,7 @@ from django.utils.html import format_html
 from django.views.decorators.http import require_POST
 
 from django_distlock import (
+    BackendUnavailable,
     FenceRejected,
     LockLost,
     LockNotAcquired,
@@ -35,6 +36,11 @@ def start(request: HttpRequest) -> HttpResponse:
     """Show what there is, which locks are held now, and which writes were refused."""
     refused = LockEvent.objects.filter(kind=LockEvent.Kind.REJECTED)
     told = story.latest()
+    try:
+        locks = lock_backends["default"].list().records
+    except BackendUnavailable as error:
+        messages.error(request, str(error))
+        locks = ()
     return render(
         request,
         "shop/start.html",
@@ -42,7 +48,7 @@ def start(request: HttpRequest) -> HttpResponse:
             "products": Product.objects.order_by("name"),
             "payments": Payment.objects.order_by("customer"),
             "has_open": Payment.objects.filter(status=Payment.Status.OPEN).exists(),
-            "locks": lock_backends["default"].list().records,
+            "locks": locks,
             "refused": refused.order_by("-at")[:5],
             "can_pause": story.is_possible(),
             "story": told,
@@ -63,6 +69,8 @@ def capture(request: HttpRequest, pk: int) -> HttpResponse:
             captured = payments.capture(pk, lease)
     except LockNotAcquired as error:
         return busy(request, error)
+    except BackendUnavailable:
+        return redirect("start")  # Which says so.
     except (LockLost, FenceRejected) as error:
         text = "The lease expired. Another process may have captured the payment."
         tell(request, text, error.key, level=messages.ERROR)

@@ -144,6 +144,19 @@ def test_site_captures_and_sells_once(shop: Shop) -> None:
         assert _stock(site) == before - 1
 
 
+def test_site_goes_on_without_the_store_of_its_locks(tmp_path: Path) -> None:
+    """It says so, and shows the rest: products and payments are in the database."""
+    with ExitStack() as servers:
+        locks = servers.enter_context(private_redis())
+        shop = Shop(DATABASE_URL="", SHOP_DATA_DIR=str(tmp_path), SHOP_LOCKS=locks.url)
+        with shop.serve() as site:
+            servers.close()
+            for page in (site.get("/"), site.post("/payments/1/capture/")):
+                assert page.status == 200
+                assert "did not answer" in page.text
+                assert "/payments/1/capture/" in page.text
+
+
 def test_site_refuses_the_write_of_a_worker_that_was_paused(shop: Shop) -> None:
     """Paused, taken over, refused: on the page, with the fences, and both processes are gone."""
     with shop.serve() as site:
