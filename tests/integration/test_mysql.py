@@ -393,6 +393,26 @@ def test_numbers_that_say_that_others_are_in_the_way() -> None:
     assert busy == in_the_way
 
 
+def test_server_that_takes_no_work_has_not_refused_a_statement(using: str) -> None:
+    """A node of Galera without the others, a full disk, an account that is locked: each its code.
+
+    So waiters try again, and tasks and views do as they are told where the store is away.
+    """
+    away = {
+        1047: "service_unavailable", 1114: "rate_limited", 1130: "auth_failed",
+        1862: "auth_failed", 4151: "auth_failed",
+    }  # fmt: skip
+    codes = {}
+    for number in away:
+        ask(using, f"CREATE TRIGGER away BEFORE INSERT ON {LOCKS} FOR EACH ROW"
+            f" SIGNAL SQLSTATE '45000' SET MYSQL_ERRNO = {number}")  # fmt: skip
+        with locks_on(using) as alias, pytest.raises(LockError) as refused:
+            distlock("key", wait=0, backend=alias).acquire()
+        codes[number] = refused.value.code
+        ask(using, "DROP TRIGGER away")
+    assert codes == away
+
+
 def test_row_that_mysql_refuses_at_once_is_busy(orm_store: DatabaseStore, key: str) -> None:
     """MySQL's answer to NOWAIT is contention, as MariaDB's is, and no store that is away.
 

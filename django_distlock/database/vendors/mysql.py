@@ -38,12 +38,19 @@ _LONGEST = 10.0
 _MISSING = {1054, 1146}  # unknown column, no such table
 
 _CODES: Mapping[int, str] = {
+    1021: "rate_limited",  # disk full
     1040: "rate_limited",  # too many connections
+    1041: "rate_limited",  # out of memory
     1044: "auth_failed",  # access denied to a database
     1045: "auth_failed",  # access denied
+    1047: "service_unavailable",  # a node of a Galera cluster that has lost the others
     1049: "service_unavailable",  # unknown database
     1053: "service_unavailable",  # shutdown in progress
+    1114: "rate_limited",  # table full, as where the disk is
+    1129: "service_unavailable",  # too many connections of a host have failed
+    1130: "auth_failed",  # access denied to a host
     1142: "auth_failed",  # access denied to a table
+    1143: "auth_failed",  # access denied to a column
     1152: "service_unavailable",  # aborted connection
     1203: "rate_limited",  # too many connections of a user
     1205: "network_timeout",  # lock wait timeout
@@ -53,12 +60,15 @@ _CODES: Mapping[int, str] = {
     INTERRUPTED: "network_timeout",
     1698: "auth_failed",  # access denied, without a password
     1792: "service_unavailable",  # read-only transaction
+    1820: "auth_failed",  # password expired
     1836: "service_unavailable",  # read-only mode
+    1862: "auth_failed",  # password expired, without a session
     1927: "service_unavailable",  # connection killed
     MAX_STATEMENT_TIME: "network_timeout",
     3024: "network_timeout",  # max_execution_time
     3572: "network_timeout",  # NOWAIT
     4031: "service_unavailable",  # disconnected for being idle
+    4151: "auth_failed",  # account locked
 }
 #: Numbers of the client library: no connection, or lost.
 _CLIENT = range(2000, 3000)
