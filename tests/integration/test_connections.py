@@ -443,6 +443,20 @@ def test_session_that_may_do_less_is_no_obstacle(key: str) -> None:
             assert not distlock(key, backend=backend).locked()
 
 
+def test_transaction_that_took_too_long_for_the_server_is_tried_again(postgresql: str) -> None:
+    """`transaction_timeout` of PostgreSQL 17 ends the session, also one that waits for others."""
+    migrate(postgresql)
+    ask(postgresql, "CREATE FUNCTION ended() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$ BEGIN RAISE EXCEPTION 'ended' USING ERRCODE = '25P04'; END $$")  # fmt: skip
+    ask(postgresql, "CREATE TRIGGER ended BEFORE INSERT ON django_distlock_heldlock"
+        " FOR EACH ROW EXECUTE FUNCTION ended()")  # fmt: skip
+    with locks_on(postgresql) as backend:
+        waiter = Later(distlock("key", backend=backend, wait=60).acquire)
+        assert not eventually(lambda: waiter.is_done, timeout=1)
+        ask(postgresql, "DROP TRIGGER ended ON django_distlock_heldlock")
+        assert waiter.result().release()
+
+
 # Ends
 
 

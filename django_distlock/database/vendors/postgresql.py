@@ -20,6 +20,7 @@ _BUSY = {"55P03", "40P01"}  # lock_not_available, deadlock_detected
 _CODES: Mapping[str, str] = {
     "08": "service_unavailable",  # connection exception
     "25P03": "service_unavailable",  # idle-in-transaction timeout
+    "25P04": "service_unavailable",  # transaction timeout
     "25006": "service_unavailable",  # read-only transaction: a replica, or a failover
     "28": "auth_failed",
     "40": "service_unavailable",  # transaction rollback
