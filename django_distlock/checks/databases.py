@@ -57,14 +57,18 @@ _READ_ONLY = {
 
 @check_each(FenceTable)
 def check_aliases(backend: FenceTable) -> Iterator[checks.CheckMessage]:
-    """E102 and W101: the locks' database is no mirror, and a SQLite file of their own."""
+    """W101 and W115: the locks' database is no mirror, and a SQLite file of their own.
+
+    A warning: around a pooler, what leads to the primary is a mirror in tests as well.
+    """
     connection = connections[backend.using]
     if (connection.settings_dict.get("TEST") or {}).get("MIRROR"):
-        yield checks.Error(
+        yield checks.Warning(
             f"{where(backend)} keeps its locks in {backend.using!r}, which is a mirror of another"
-            " database. A replica lags behind, so two processes could hold the same lock.",
-            hint=f"Set OPTIONS['using'] to the primary database. {DOCS}",
-            id="distlock.E102",
+            " database in tests, as a replica is. On a replica, no lock can be acquired.",
+            hint="Set OPTIONS['using'] to the primary database. If this alias leads to it, around a"
+            f" pooler for example, silence this check. {DOCS}",
+            id="distlock.W115",
         )
     if connection.vendor == "sqlite" and _shares_file(backend.using):
         # A project that begins has this file, and one line is enough.

@@ -29,7 +29,7 @@ _TABLES: Final = {
     "migrations": "W106",
     "functions and triggers": "W107",
     "indexes": "W111",
-    "replica": "E102 E105",
+    "replica": "E105 W115",
     "persistence": "W105 W108",
     "database": "E103 W101 W110",
 }

@@ -20,7 +20,7 @@ _PAGES: Final = {
     "reference/checks": "D013",
     "reference/settings": "E001",
     "runbooks/clock-jump": "D001 D012",
-    "runbooks/failover": "D006 D022 E102 E105 W105 W108 W202 W203 W204",
+    "runbooks/failover": "D006 D022 E105 W105 W108 W115 W202 W203 W204",
     "runbooks/held-past-expiry": "D004",
     "runbooks/lost-lease": "E402 W004",
     "runbooks/rejected-fence": "W109",
