@@ -336,8 +336,10 @@ def _standstill_of(connection: Any) -> str:
         idle = f"idle_transaction_timeout = {math.ceil(MAX_STANDSTILL)}"
     else:
         idle = f"wait_timeout = {math.ceil(settings.IDLE_SECONDS + 2 * MAX_STANDSTILL)}"
-    # A server or a project may limit what is selected, and so hide who shares a key.
-    return f"SET SESSION {idle}, SESSION sql_select_limit = {2**64 - 1}"
+    # A server or a project may limit what is selected, and so hide who shares a key; or speak
+    # another dialect, as that of Oracle.
+    mode = "SESSION sql_mode = 'STRICT_ALL_TABLES'"
+    return f"SET SESSION {idle}, SESSION sql_select_limit = {2**64 - 1}, {mode}"
 
 
 def _stay_closed() -> None:

@@ -539,6 +539,15 @@ def test_limited_selects_hide_no_holder(shared: str, key: str) -> None:
         assert ask(alias, "SELECT @@sql_select_limit") == [(1,)]
 
 
+def test_dialect_of_the_server_is_no_obstacle(shared: str, key: str) -> None:
+    """Blocks are written in the usual one; the caller's session keeps its own."""
+    options = {"init_command": "SET SESSION sql_mode = 'ORACLE'"}
+    with alias_like(shared, OPTIONS=options) as alias, locks_on(alias) as locks:
+        with distlock(key, backend=locks, wait=0) as lease, lease.atomic(using=alias):
+            lease.extend()
+        assert "ORACLE" in ask(alias, "SELECT @@sql_mode")[0][0]
+
+
 def test_clock_is_the_same_in_every_time_zone(shared: str, key: str) -> None:
     """A session with a time zone of its own sees and sets the same times as all others."""
     with session_of_its_own(shared) as alias, store_on(alias, key) as store:
