@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ from redis.sentinel import Sentinel
 from django_distlock.core.errors import BackendUnavailable, LockError
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
-from tests.contract.helpers import take
+from tests.contract.helpers import Later, take
 from tests.contract.redis_clients import cluster_url
 from tests.keeper import Server, folder, free_port, server_user
 from tests.redis_servers import private_redis
@@ -72,6 +73,32 @@ def test_refused_login(private: Server, client: Any, key: str, login: str) -> No
     error = attempt(backend_on(private.url.replace("//", f"//{login}")), key)
     assert is_unavailable(error, "auth_failed")
     client.config_set("requirepass", "")
+
+
+def test_host_that_may_not_connect(key: str) -> None:
+    """A server in protected mode talks to this host alone, and to others says so: `auth_failed`."""
+    denied = b"-DENIED Redis is running in protected mode because no password is set.\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def deny() -> None:
+            with server.accept()[0] as client:
+                client.sendall(denied)
+                client.recv(4096)
+
+        denying = Later(deny)
+        port = server.getsockname()[1]
+        assert is_unavailable(attempt(backend_on(f"redis://127.0.0.1:{port}"), key), "auth_failed")
+        denying.result()
+
+
+def test_server_takes_no_more_connections(key: str) -> None:
+    """At `maxclients` it answers, and that is `rate_limited`."""
+    with private_redis() as server, client_of(server.url) as client:
+        client.config_set("maxclients", 1)
+        error = attempt(backend_on(server.url), key)
+        client.config_set("maxclients", 100)
+    assert is_unavailable(error, "rate_limited")
+    assert "has reached a limit" in str(error)
 
 
 def test_missing_right(private: Server, client: Any, key: str) -> None:

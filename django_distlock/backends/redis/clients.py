@@ -68,6 +68,7 @@ _CODES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
 #: By the word that an error of the server begins with, where no class stands for it.
 _WORDS: Mapping[str, str] = {
     "BUSY": "service_unavailable",  # a script runs too long
+    "DENIED": "auth_failed",  # protected mode
     "MASTERDOWN": "service_unavailable",
     "MISCONF": "service_unavailable",  # cannot save, and does not accept writes
     "NOREPLICAS": "service_unavailable",
@@ -84,6 +85,9 @@ _UNCOUNTED = 2**31
 
 #: What a server with a password says to who gives none and sends many words.
 _NO_LOGIN = "unauthenticated"
+
+#: What a server says that takes no more connections, for which redis-py has no class of its own.
+_TOO_MANY = "max number of clients reached"
 
 #: What Redis 7.0 and later ones say where a script comes to a command that its user may not run: no
 #: word of its own, and no class.
@@ -199,6 +203,8 @@ def _met(error: Any) -> Any:
 
 
 def _code(met: Any) -> str | None:
+    if _TOO_MANY in str(met):
+        return "rate_limited"
     code = next((code for classes, code in _CODES if isinstance(met, classes)), None)
     if code is not None or not isinstance(met, exceptions.ResponseError):
         return code
