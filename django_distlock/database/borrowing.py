@@ -264,6 +264,7 @@ class Use:
                     # Statements that the project runs at the opening may wait for a writer, too.
                     connection.settings_dict["OPTIONS"]["timeout"] = self._writer_seconds()
                 connection.ensure_connection()
+                own.file = _file_of(connection)
             self.begin_statement()
             if connection.vendor == "sqlite":
                 bound = f"PRAGMA busy_timeout = {int(self._writer_seconds() * 1000)}"
@@ -292,9 +293,11 @@ class Own:
         user: Tells whether its borrower is still there; None: nobody uses it.
         is_counted: Whether its present use takes one of the places.
         bound: What the session was told last of how long to wait for others.
+        file: Which one of SQLite's it is open on.
     """
 
     bound: str | None = None
+    file: tuple[int, int] | None = None
 
     def __init__(self, connection: BaseDatabaseWrapper, name: str, user: Callable[[], object]):
         self.connection = connection
@@ -322,6 +325,15 @@ class Own:
     def takes_place(self) -> bool:
         """Whether another borrower may have to wait for its end."""
         return self.is_counted and self.user is not None and not self.is_abandoned
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its session is over, or others have opened another file in the place of its own.
+
+        Who has replaced a file, such as by a backup, has not ended what is open on it.
+        """
+        file = _file_of(self.connection)
+        return _has_ended(self.connection) or (file is not None and file != self.file)
 
     @property
     def holds_file(self) -> bool:
@@ -539,7 +551,7 @@ class LockConnections:
             if own.user is None:
                 # A test run renames its databases under the same alias.
                 same = own.connection.settings_dict["NAME"] == template.settings_dict["NAME"]
-                if same and not _has_ended(own.connection):
+                if same and not own.has_ended:
                     return own
                 own.user = _nobody
         return None
@@ -801,6 +813,17 @@ def _has_ended(connection: BaseDatabaseWrapper) -> bool:
         return is_readable(_wire(connection).fileno())
     except (OSError, ValueError, AttributeError, database.Error):
         return False  # It has no socket: its next statement tells.
+
+
+def _file_of(connection: BaseDatabaseWrapper) -> tuple[int, int] | None:
+    """Return which file a new connection would open; None: SQLite has none there, or elsewhere."""
+    if connection.vendor != "sqlite":
+        return None
+    try:
+        found = os.stat(connection.settings_dict["NAME"])  # noqa: PTH116 - also where it is a text
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _wire(connection: BaseDatabaseWrapper) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import sqlite3
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -441,6 +442,29 @@ def test_session_that_may_do_less_is_no_obstacle(key: str) -> None:
             with distlock(key, backend=backend, wait=0) as lease:
                 lease.extend()
             assert not distlock(key, backend=backend).locked()
+
+
+def test_file_that_was_replaced_has_no_locks_any_more(sqlite: str, key: str) -> None:
+    """With WAL, SQLite goes on in the old one, where nobody sees it who has opened the new one."""
+    file = Path(connections[sqlite].settings_dict["NAME"])
+    with (
+        alias_like(sqlite, OPTIONS={"init_command": "PRAGMA journal_mode=WAL"}) as using,
+        locks_on(using) as backend,
+    ):
+        migrate(using)
+        lock = distlock(key, backend=backend, wait=0)
+        assert lock.acquire().release()
+        ask(using, "PRAGMA wal_checkpoint(TRUNCATE)")
+        copy = file.with_suffix(".copy")
+        copy.write_bytes(file.read_bytes())
+        copy.replace(file)
+        with closing(sqlite3.connect(file)) as restored, restored:
+            restored.execute("DELETE FROM django_distlock_heldlock")
+        lease = lock.acquire()
+        with closing(sqlite3.connect(file)) as restored:
+            (held,) = restored.execute("SELECT count(*) FROM django_distlock_heldlock").fetchone()
+        assert held == 1
+        assert lease.release()
 
 
 def test_transaction_that_took_too_long_for_the_server_is_tried_again(postgresql: str) -> None:
