@@ -159,8 +159,6 @@ async def aadopt(
     store: BaseLockBackend, request: Request, terms: Terms, block: Block
 ) -> Lease | None:
     """See `adopt`."""
-    if request.passed is None:
-        return None
     adopting = store.threads.submit(adopt, store, request, terms, block)
     try:
         adopted = await asyncio.shield(asyncio.wrap_future(adopting))

@@ -251,7 +251,7 @@ def _take(
     blocks.flush(name)
     deferred_release.flush(name)
     request = _request(lock, store, terms, wait, since, home)
-    adopted = context.adopt(store, request, terms, block)
+    adopted = context.adopt(store, request, terms, block) if request.passed else None
     if adopted is not None:
         return adopted
     try:
@@ -274,7 +274,7 @@ async def _atake(
     await blocks.aflush(store, name)
     await deferred_release.aflush(store, name)
     request = _request(lock, store, terms, wait, since, home)
-    adopted = await context.aadopt(store, request, terms, block)
+    adopted = await context.aadopt(store, request, terms, block) if request.passed else None
     if adopted is not None:
         return adopted
     try:

@@ -279,40 +279,36 @@ class _End:
             self._deferred.release_if_over(self.claim)
 
 
-class _Waiting:
-    """The releases that wait for transactions, by name."""
+class _Waiting(dict[tuple[str, str], list["Deferred"]]):
+    """The releases that wait for transactions, by name. Nearly always there are none."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         self._mutex = threading.Lock()
-        self._by_name: dict[tuple[str, str], list[Deferred]] = {}
+        self.clear()
 
     def add(self, name: tuple[str, str], deferred: Deferred) -> None:
         with self._mutex:
-            self._by_name.setdefault(name, []).append(deferred)
+            self.setdefault(name, []).append(deferred)
 
     def remove(self, name: tuple[str, str], deferred: Deferred) -> None:
         with self._mutex:
-            those = self._by_name.get(name, [])
+            those = self.get(name, [])
             if deferred in those:
                 those.remove(deferred)
             if not those:
-                self._by_name.pop(name, None)
+                self.pop(name, None)
 
     def all(self) -> list[Deferred]:
-        if not self._by_name:
-            return []
         with self._mutex:
-            every = [each for deferred in self._by_name.values() for each in deferred]
+            every = [each for deferred in self.values() for each in deferred]
         return self._left(every)
 
     def of(self, name: tuple[str, str]) -> list[Deferred]:
-        if not self._by_name:
-            return []
         with self._mutex:
-            those = list(self._by_name.get(name, []))
+            those = list(self.get(name, []))
         return self._left(those)
 
     def _left(self, those: list[Deferred]) -> list[Deferred]:
@@ -336,7 +332,7 @@ def defer(name: tuple[str, str], owner: Any, release: Callable[[], bool], thread
     Args:
         thread: Another one, for whose transactions it waits as well; 0: none.
     """
-    elsewhere = open_transactions(thread) if thread not in (0, home()) else []
+    elsewhere = open_transactions(thread) if thread and thread != home() else []
     transactions = [*open_transactions(), *elsewhere]
     if transactions:
         Deferred(name, owner, release, transactions, thread if elsewhere else None)
@@ -355,7 +351,8 @@ def waiting_release(name: tuple[str, str], thread: int | None = None) -> Deferre
 
     Of several, one that another block goes on with, if there is any.
     """
-    return min(waiting_releases(name, thread), key=lambda each: each.has_window, default=None)
+    found = waiting_releases(name, thread) if _waiting else []
+    return min(found, key=lambda each: each.has_window, default=None)
 
 
 def waiting_releases(name: tuple[str, str], thread: int | None = None) -> list[Deferred]:
@@ -403,7 +400,7 @@ def flush(name: tuple[str, str]) -> None:
     After a rollback the next acquire must not meet the lease that the rollback gave up. A store
     that hangs holds it up for a second at most.
     """
-    for deferred in _named(name):
+    for deferred in _named(name) if _waiting else []:
         if deferred.is_over:
             deferred.done.wait(MAX_BOUND)
 
