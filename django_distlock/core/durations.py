@@ -61,7 +61,7 @@ def seconds(value: object, name: str, *, minimum: float = 0.0, maximum: float = 
     """Return a duration, a number of seconds or a `timedelta`, as seconds: see `number`."""
     if isinstance(value, timedelta):
         value = value.total_seconds()
-    if (type(value) is float or type(value) is int) and minimum <= value <= maximum <= _MOST:
+    if (type(value) is float or type(value) is int) and minimum <= value <= min(maximum, _MOST):
         return float(value)  # Without making a message that nobody will read.
     return number(value, f"{name} (seconds)", minimum=minimum, maximum=maximum)
 
@@ -73,6 +73,6 @@ def wait_seconds(value: object) -> float | None:
 
 def ttl_seconds(value: object, *, maximum: float = math.inf) -> float:
     """Return a legal ttl in seconds, from 0.1 to `maximum`."""
-    if type(value) is float and MIN_TTL <= value <= maximum <= _MOST:
+    if type(value) is float and MIN_TTL <= value <= min(maximum, _MOST):
         return value
     return seconds(value, "ttl", minimum=MIN_TTL, maximum=maximum)

@@ -130,8 +130,6 @@ def validate_metadata(metadata: object) -> dict[str, Any]:
         InvalidArgument: Not a mapping, not JSON, with text that PostgreSQL's `jsonb` refuses (NUL,
             lone surrogates), or more than 4096 bytes.
     """
-    if metadata == {}:
-        return {}
     if not isinstance(metadata, Mapping):
         raise InvalidArgument(f"metadata must be a mapping, not {shown(metadata)}.")
     copy: dict[str, Any] = _json(metadata, MAX_METADATA_DEPTH)

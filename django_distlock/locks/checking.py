@@ -50,11 +50,14 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in _ELSEWHERE.keys() & kwargs.keys():
-            raise TypeError(
-                f"{function.__name__}() has no argument {name!r}. Use {_ELSEWHERE[name]}."
-            )
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            for name in _ELSEWHERE.keys() & kwargs.keys():
+                raise TypeError(
+                    f"{function.__name__}() has no argument {name!r}. Use {_ELSEWHERE[name]}."
+                ) from None
+            raise
 
     return called
 
@@ -67,8 +70,15 @@ def check(lock: Lock) -> None:
         raise InvalidArgument(f"backend must be an alias in DISTLOCK, not {shown(lock.backend)}.")
     if lock.retry is not None and not isinstance(lock.retry, Retry):
         raise InvalidArgument(f"retry must be a Retry, not {shown(lock.retry)}.")
-    validate_metadata(lock.metadata)
-    _check_times(lock)
+    if lock.metadata != {}:
+        validate_metadata(lock.metadata)
+    if lock.ttl is not None:
+        ttl_seconds(lock.ttl)
+    if not isinstance(lock.wait, Unset):
+        wait_seconds(lock.wait)
+    seconds(lock.min_hold, "min_hold")
+    if lock.max_lifetime is not None:
+        check_lifetime(lock, lock.ttl)
     _check_modes(lock)
 
 
@@ -178,16 +188,6 @@ def _warn_of_field(key: str) -> None:
             RuntimeWarning,
             stacklevel=callers_level(),
         )
-
-
-def _check_times(lock: Lock) -> None:
-    if lock.ttl is not None:
-        ttl_seconds(lock.ttl)
-    if not isinstance(lock.wait, Unset):
-        wait_seconds(lock.wait)
-    seconds(lock.min_hold, "min_hold")
-    if lock.max_lifetime is not None:
-        check_lifetime(lock, lock.ttl)
 
 
 def _check_sharing(lock: Lock) -> None:

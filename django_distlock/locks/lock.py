@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
-from ..backends.base import BaseLockBackend
 from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration, seconds, ttl_seconds, wait_seconds
@@ -25,7 +24,6 @@ from . import checking, taking
 from .attempts import Answered
 from .blocks import Leaving
 from .lease import Lease
-from .state import Terms
 from .taking import UNSET, Unset
 
 P = ParamSpec("P")
@@ -109,7 +107,7 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
         on_lost=on_lost,
         retry=retry,
         max_lifetime=None if max_lifetime is None else seconds(max_lifetime, "max_lifetime"),
-        metadata=validate_metadata({} if metadata is None else metadata),
+        metadata={} if metadata is None else validate_metadata(metadata),
     )
 
 
@@ -212,6 +210,8 @@ class Lock:
     __exit__ = Leaving.by(taking.leave)
     __aexit__ = Leaving.by(taking.aleave)
 
+    _terms = checking.terms_of
+
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Hold the lock around each call of `function`, or around each await of it.
 
@@ -226,7 +226,3 @@ class Lock:
         wrapper = checking.around(function, functools.partial(checking.for_call, self, template))
         declared[wrapper] = (Declaration(Kind.FUNCTION, self.key, self, self.on_conflict),)
         return wrapper
-
-    def _terms(self, store: BaseLockBackend) -> Terms:
-        """Return what a lease is held for."""
-        return checking.terms_of(self, store)
