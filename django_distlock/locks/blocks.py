@@ -62,10 +62,6 @@ class Block:
         sentinel = every.get(self)
         return sentinel is not None and sentinel() is not None
 
-    def enter(self, name: tuple[str, str]) -> None:
-        """Say which key is asked for, in the thread that will work under it."""
-        self.name, self.home = name, deferred_release.home()
-
     def watch(self, sentinel: Any) -> None:
         """Be open for as long as an object lives, in the place of the one before."""
         every[self] = workers.when_gone(sentinel, self._end)

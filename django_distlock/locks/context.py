@@ -16,6 +16,7 @@ from ..core import budgets
 from ..core.errors import LockError, LockUsageError
 from ..core.keys import Key, stored_key
 from ..core.records import Grant, Unknown
+from ..process import deferred_release
 from . import blocks
 from .acquire import insist
 from .attempts import Granted, Request
@@ -49,9 +50,11 @@ def has_blocks() -> bool:
 
 def holds(backend: str, key: str) -> Lease | None:
     """Return what a block around the code that runs holds of a key."""
-    # Whether a lease is held is asked last: of many, hardly any is on this key.
-    leases = (each for each in _around() if each.key == key and each.backend == backend)
-    return next((each for each in leases if each.held), None)
+    for each in _around():
+        # Whether a lease is held is asked last: of many, hardly any is on this key.
+        if each.key == key and each.backend == backend and each.held:
+            return each
+    return None
 
 
 def entered_here() -> tuple[tuple[str, str], ...]:
@@ -69,7 +72,7 @@ def entered_here() -> tuple[tuple[str, str], ...]:
 def enter(owner: object, backend: str, key: str) -> Block:
     """Return the block that `owner` enters, which the current context is in from now on."""
     block = blocks.opened(owner)
-    block.enter((backend, key))
+    block.name, block.home = (backend, key), deferred_release.home()
     # What a signal's exception has broken out of is left here, and not open any more.
     around = _bound.get()
     _bound.set((*(each for each in around if each.is_open), block) if around else (block,))

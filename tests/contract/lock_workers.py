@@ -163,8 +163,7 @@ class _Attempts:
 def _leave(**what: Any) -> _Attempts:
     """Leave a block without its end."""
     block, attempts = blocks.Block(None), _Attempts()
-    block.enter(("memory", "key"))
-    vars(block).update({"attempts": attempts, **what})
+    vars(block).update({"name": ("memory", "key"), "attempts": attempts, **what})
     block.watched()
     return attempts
 
