@@ -711,7 +711,7 @@ class BaseLockBackend:
 
     def _freed(self, name: str, answer: bool | Unknown) -> bool | Unknown:
         # Without wake-ups, at least those who wait in this process need not wait for longer.
-        if answer is True and not self.is_listening:
+        if answer is True and self.queues and not self.is_listening:
             self.queues.ring(name)
         return answer
 

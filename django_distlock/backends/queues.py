@@ -36,7 +36,7 @@ class Turn:
     asked_at: float = 0.0
 
 
-class Queues:
+class Queues(dict[str, deque[Turn]]):
     """The queues of one backend's keys, first come first served, by what the store calls them."""
 
     def __init__(self, name_of: Callable[[str], str] = str) -> None:
@@ -48,30 +48,24 @@ class Queues:
     def forget(self) -> None:
         """Forget everybody. In a forked child too: the waiters are its parent's."""
         self._mutex = threading.Lock()
-        self._queues: dict[str, deque[Turn]] = {}
+        self.clear()
         self._called: Callable[[str], str] = str
         self._by_call: dict[str, str] = {}
         #: When, and for how long it had been held.
-        self._released_wanted: dict[str, tuple[float, float]] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._queues
-
-    def __len__(self) -> int:
-        return len(self._queues)
+        self.released_wanted: dict[str, tuple[float, float]] = {}
 
     def join(self, turn: Turn) -> None:
         """Queue up at the end."""
         turn.asked_at = time.monotonic()
         with self._mutex:
-            self._queues.setdefault(turn.name, deque()).append(turn)
+            self.setdefault(turn.name, deque()).append(turn)
             self._by_call[self._called(turn.name)] = turn.name
 
     def call_by(self, called: Callable[[str], str]) -> None:
         """Say what the store calls out for a storage key: itself, unless this says otherwise."""
         with self._mutex:
             self._called = called
-            self._by_call = {called(name): name for name in self._queues}
+            self._by_call = {called(name): name for name in self}
 
     def is_first(self, turn: Turn) -> bool:
         """Whether it is this waiter's turn to ask the store."""
@@ -79,7 +73,7 @@ class Queues:
 
     def front(self, name: str) -> Turn | None:
         """Return who is first in the queue of a key."""
-        queue = self._queues.get(name)
+        queue = self.get(name)
         try:
             return None if queue is None else queue[0]
         except IndexError:
@@ -88,7 +82,7 @@ class Queues:
     def all(self) -> list[Turn]:
         """Return who waits for any key."""
         # Copied in one step each: other threads go on waiting.
-        return [turn for queue in list(self._queues.values()) for turn in list(queue)]
+        return [turn for queue in list(self.values()) for turn in list(queue)]
 
     def leave(self, turn: Turn) -> None:
         """Leave the queue, wherever in it; who comes first by that is woken."""
@@ -109,41 +103,34 @@ class Queues:
 
     def ring_all(self) -> None:
         """Wake the first of every queue: wake-ups may have been missed."""
-        for name in list(self._queues):
+        for name in list(self):
             self.ring(name)
 
     def note_wanted(self, name: str) -> None:
         """Note that this process gave a key up for which only others wait: see `ring`."""
         name = whole_name(name)
         with self._mutex:
-            if name in self._queues:
+            if name in self:
                 return  # Newcomers come behind the waiters of this process in any case.
-            notes = self._released_wanted
+            notes = self.released_wanted
             notes.pop(name, None)
             notes[name] = time.monotonic(), math.inf
             if len(notes) > _MANY:
                 # The oldest: notes are in the order of their times.
                 del notes[next(iter(notes))]
 
-    def since_wanted(self, name: str) -> float | None:
-        """Return the seconds since a key was given up that somebody waited for; None: never."""
-        noted = self._released_wanted.get(name)
-        return None if noted is None else time.monotonic() - noted[0]
-
     def note_held(self, name: str, seconds: float) -> None:
         """Note for how long a key was held that has just been given up."""
-        if name not in self._released_wanted:
-            return  # As nearly always.
         with self._mutex:
-            if (noted := self._released_wanted.get(name)) is not None:
-                self._released_wanted[name] = noted[0], seconds
+            if (noted := self.released_wanted.get(name)) is not None:
+                self.released_wanted[name] = noted[0], seconds
 
     def rest(self, name: str, most: float) -> float:
         """Return the seconds to leave a key to those who waited when this process gave it up.
 
         As long as it was held, and `most` at most: whom nobody wakes asks as often as that.
         """
-        if (noted := self._released_wanted.get(name)) is None:
+        if (noted := self.released_wanted.get(name)) is None:
             return 0.0
         at, held = noted
         return min(most, max(SHORTEST_REST, held)) - (time.monotonic() - at)
@@ -151,13 +138,13 @@ class Queues:
     def _remove(self, turn: Turn) -> bool:
         """Take a waiter out of its queue; return whether another one may come first by that."""
         with self._mutex:
-            queue = self._queues.get(turn.name)
+            queue = self.get(turn.name)
             if queue is None or turn not in queue:
                 return False
             was_first = queue[0] is turn
             queue.remove(turn)
             if not queue:
-                del self._queues[turn.name]
+                del self[turn.name]
                 self._by_call.pop(self._called(turn.name), None)
             elif was_first:
                 # Those behind it count its silence from here on: it could not ask before.

@@ -158,15 +158,15 @@ class Attempts:
     def steps(self) -> Steps:
         """Return the algorithm that drives these attempts."""
         request, queues = self.request, self.backend.queues
-        name = self.backend.queues.name_of(request.key)
+        name = queues.name_of(request.key)
         # What is granted already is not left to others.
         is_new = self._answered is None
         return acquiring(
             now=self._started,
             wait=request.wait,
             pacing=self._pacing,
-            rest=self._rest(name) if is_new else 0.0,
-            others_wait=lambda: is_new and name in queues,
+            rest=self._rest(name) if is_new and name in queues.released_wanted else 0.0,
+            others_wait=partial(queues.__contains__, name) if is_new else bool,
             is_gone=is_gone if request.steal_if_dead else None,
             margin=BUSY_SECONDS,
         )
@@ -456,10 +456,8 @@ class Attempts:
 
         Who released it would win each time: the others have yet to hear of it.
         """
-        queues = self.backend.queues
-        if queues.since_wanted(name) is None:
-            return 0.0
-        return queues.rest(name, min(MOST_REST, next(self.request.retry.pauses(), 0.0)))
+        most = min(MOST_REST, next(self.request.retry.pauses(), 0.0))
+        return self.backend.queues.rest(name, most)
 
     def _note_lives(self) -> float:
         if self.request.wait is None:

@@ -259,7 +259,8 @@ class Release:
         elif holding.state != "lost":
             holding.state = "released"
             queues = holding.store.queues
-            queues.note_held(queues.name_of(holding.key), held_for)
+            if queues.released_wanted:  # As hardly ever.
+                queues.note_held(queues.name_of(holding.key), held_for)
         if holding.unheard < math.inf:
             # An acquire of its may be heard behind its end.
             release_once_more(holding.store, holding.grant)

@@ -46,7 +46,7 @@ class Line:
     @property
     def length(self) -> int:
         """How many wait."""
-        return len(self.backend.queues._queues.get(self._name, ()))
+        return len(self.backend.queues.get(self._name, ()))
 
     def wait(self, number: int, lock: Lock | None = None) -> None:
         """Wait, be granted, and work for a moment."""

@@ -248,7 +248,7 @@ async def test_cancelled_waiter_leaves_the_wake_up_to_others(
         assert await asyncio.to_thread(eventually, partial(marked, lease))
         second = Later(granted_at, lock, "acquire")
         name = lock_backends[registered.alias].queues.name_of(key)
-        queue = lock_backends[registered.alias].queues._queues[name]
+        queue = lock_backends[registered.alias].queues[name]
         assert await asyncio.to_thread(eventually, partial(_has, queue, 2))
         pressed, free_at = pressure(), time.monotonic()
         assert await asyncio.to_thread(Later(lease.release).result) is True
@@ -315,14 +315,13 @@ def test_process_knows_that_it_gave_up_a_wanted_key(
     backend = lock_backends[registered.alias]
     name = backend.queues.name_of(key)
     assert backend.release(take(backend, key), seconds) is True
-    assert backend.queues.since_wanted(name) is None
+    assert name not in backend.queues.released_wanted
     backend.force_release(key)
     grant = take(backend, key)
     contend(backend, key, wanted=True)
     assert backend.release(grant, seconds) is True
     for _ in range(2):
-        since = backend.queues.since_wanted(name)
-        assert since is not None
+        since = time.monotonic() - backend.queues.released_wanted[name][0]
         assert 0 <= since < 20
         assert backend.release(grant) is False
     backend.force_release(key)

@@ -193,7 +193,7 @@ def test_release_of_what_was_over_calls_out(key: str, ear: Ear) -> None:
         over(backend, key)
         assert backend.release(grant) is False
         assert ear.heard() == [backend.queues.name_of(key)]
-        assert backend.queues.since_wanted(backend.queues.name_of(key)) is None
+        assert backend.queues.name_of(key) not in backend.queues.released_wanted
 
 
 def test_busy_answers_call_nothing_out(backend: DatabaseBackend, key: str, ear: Ear) -> None:

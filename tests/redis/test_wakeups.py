@@ -199,7 +199,7 @@ def test_user_who_may_not_publish_releases(
         backend.force_release(key)
         heard()
     assert backend.pause(key, None) is False
-    assert backend.queues.since_wanted(backend.queues.name_of(key)) is not None
+    assert backend.queues.name_of(key) in backend.queues.released_wanted
 
 
 def test_full_server_calls_out(backend: Any, client: Any, heard: Heard, key: str) -> None:

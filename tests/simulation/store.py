@@ -195,14 +195,14 @@ class Client(BaseLockBackend):
 
     def see_fronts(self) -> None:
         """Look at who is first in each queue."""
-        for name in self.queues._queues:
+        for name in self.queues:
             front = self.queues.front(name)
             if front is not None and self._fronts.get(name, (None,))[0] is not front:
                 self._fronts[name] = front, self.process.world.now
 
     def _see_turn(self, name: str, token: str) -> None:
         """See that nobody asks who has another one in front that is not silent."""
-        now, queue = self.process.world.now, self.queues._queues.get(name, ())
+        now, queue = self.process.world.now, self.queues.get(name, ())
         asks = next((each for each in queue if _attempts_of(each)._token == token), None)
         if asks is None or _is_last(_attempts_of(asks), self.process.clock()):
             return

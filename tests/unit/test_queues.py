@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -144,7 +145,7 @@ def test_queue_knows_whether_anybody_waits(queues: Queues) -> None:
         waiter.leave()
     assert not queues
     assert "key-7" not in queues
-    assert queues._queues == {}
+    assert queues == {}
 
 
 def test_who_is_not_there_any_more_is_passed_over(queues: Queues) -> None:
@@ -183,7 +184,7 @@ def test_forgetting_forgets_everybody(queues: Queues) -> None:
     assert not queues
     assert not waiter.is_first
     waiter.leave()
-    assert queues.since_wanted("b") is None
+    assert "b" not in queues.released_wanted
 
 
 # What was given up although others wanted it
@@ -191,19 +192,18 @@ def test_forgetting_forgets_everybody(queues: Queues) -> None:
 
 def test_key_that_others_wanted_is_noted(queues: Queues) -> None:
     """With the time since then."""
-    assert queues.since_wanted("a") is None
+    assert "a" not in queues.released_wanted
     queues.note_wanted("a")
-    since = queues.since_wanted("a")
-    assert since is not None
+    since = time.monotonic() - queues.released_wanted["a"][0]
     assert 0 <= since < 5
-    assert queues.since_wanted("b") is None
+    assert "b" not in queues.released_wanted
 
 
 def test_key_that_our_own_waiters_want_is_not_noted(queues: Queues) -> None:
     """A newcomer comes behind them in any case."""
     Waiter(queues)
     queues.note_wanted("a")
-    assert queues.since_wanted("a") is None
+    assert "a" not in queues.released_wanted
 
 
 def test_wanted_key_is_left_to_others_for_as_long_as_it_was_held(queues: Queues) -> None:
@@ -224,8 +224,8 @@ def test_notes_do_not_grow_without_end(queues: Queues) -> None:
     """Where many keys are given up within a minute, the latest are known."""
     for number in range(4 * module._MANY):
         queues.note_wanted(f"key-{number}")
-    assert len(queues._released_wanted) <= 2 * module._MANY
-    assert queues.since_wanted(f"key-{4 * module._MANY - 1}") is not None
+    assert len(queues.released_wanted) <= 2 * module._MANY
+    assert f"key-{4 * module._MANY - 1}" in queues.released_wanted
 
 
 # In threads

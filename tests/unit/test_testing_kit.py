@@ -485,7 +485,7 @@ def sound_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 def waiters() -> int:
     """Return how many wait for the key."""
     backend = lock_backends["default"]
-    return len(backend.queues._queues.get(backend.queues.name_of(KEY), []))
+    return len(backend.queues.get(backend.queues.name_of(KEY), []))
 
 
 @contextmanager
