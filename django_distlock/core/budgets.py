@@ -46,7 +46,9 @@ def spend(until: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwar
 
     In a context of its own, so that nothing has to be put back where a signal's handler raises.
     """
-    return copy_context().run(_spend, until, call, *args, **kwargs)
+    context = copy_context()
+    context.run(_end.set, min(until, _end.get()))
+    return context.run(call, *args, **kwargs)
 
 
 def apart(work: Callable[[], T], name: str) -> T:
@@ -58,8 +60,3 @@ def apart(work: Callable[[], T], name: str) -> T:
         return begun(work, name).result(seconds)
     except TimeoutError as error:
         raise Over from error
-
-
-def _spend(until: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    _end.set(min(until, _end.get()))
-    return call(*args, **kwargs)
