@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from ..backends.base import BaseLockBackend
-from ..core.acquiring import Attempt, GiveBack, LineUp, Read, Reply, Step
+from ..core.acquiring import Attempt, GiveBack, LineUp, Pause, Read, Reply
 from ..core.durations import MAX_BOUND
 from ..core.insisting import A, insisting
 from ..core.pacing import Outcome
@@ -135,7 +135,13 @@ class _Waiting:
         try:
             step = next(steps)
             while True:
-                step = steps.send((yield from self._reply(step)))
+                if isinstance(step, Attempt):
+                    # Whatever comes from here on concerns what the attempt does not see any more.
+                    self._bell.clear()
+                    answer = yield partial(self._attempts.attempt, step)
+                    step = steps.send(Reply(self._monotonic(), answer))
+                else:
+                    step = steps.send((yield from self._reply(step)))
         except StopIteration as stop:
             outcome: Outcome = stop.value
         # Ended otherwise, it leaves where the attempts fail.
@@ -143,20 +149,14 @@ class _Waiting:
             yield rest
         return outcome
 
-    def _reply(self, step: Step) -> Generator[Blocking, Any, Reply]:
-        attempts = self._attempts
-        if isinstance(step, Attempt):
-            # Whatever comes from here on concerns what the attempt does not see any more.
-            self._bell.clear()
-            outcome = yield partial(attempts.attempt, step)
-            return Reply(self._monotonic(), outcome)
+    def _reply(self, step: LineUp | Read | Pause | GiveBack) -> Generator[Blocking, Any, Reply]:
         if isinstance(step, LineUp):
             return (yield from self._line_up(step.until))
         if isinstance(step, Read):
-            record = yield attempts.read
+            record = yield self._attempts.read
             return Reply(self._monotonic(), record=record)
         if isinstance(step, GiveBack):
-            yield partial(attempts.give_back, step.grant)
+            yield partial(self._attempts.give_back, step.grant)
             return Reply(self._monotonic())
         yield from self._sleep(step.seconds)
         return Reply(self._monotonic(), listening=self._backend.listen())
