@@ -52,8 +52,7 @@ def _code_of(handler: object) -> object:
 class Underway:
     """Is true for as long as a block of it is open, also where that was left in its midst."""
 
-    def __init__(self) -> None:
-        self._open: Callable[[], object] | None = None
+    _open: Callable[[], object] | None = None
 
     def __bool__(self) -> bool:
         return self._open is not None and self._open() is not None
