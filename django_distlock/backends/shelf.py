@@ -42,8 +42,9 @@ class Shelf:
 
     def holders(self, name: str, now: datetime) -> list[Record]:
         """Return the records of all who hold a key now: of one alone, or of those who share it."""
-        alone = self.live(name, now)
-        return self.sharing(name, now) if alone is None else [alone]
+        if (alone := self.live(name, now)) is not None:
+            return [alone]
+        return self.sharing(name, now) if name in self._places else []
 
     def over(self, attempt: Attempt, now: datetime) -> dict[str, Record]:
         """Return the leases of a key that are over, or replaced, by their names."""
@@ -71,7 +72,7 @@ class Shelf:
 
     def replace(self, over: Collection[str], name: str, record: Record) -> None:
         """Keep a record in the place of those of its key that are over."""
-        key = whole_name(name)
+        key = whole_name(name) if self.doors else name
         if key in self.doors and len(over) == len(self._names_of(key)):
             del self.doors[key]
         self.put(name, record)
