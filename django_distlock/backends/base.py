@@ -676,9 +676,9 @@ class BaseLockBackend:
         bound: Duration,
     ) -> Attempt:
         key, token = stored_key(key), validate_token(token)
-        if permits is not None:
-            validate_permits(permits)
-        if permits != 1:
+        if type(permits) is not int or permits != 1:
+            if permits is not None:
+                validate_permits(permits)
             self._require("supports_sharing", "let several holders share a key")
         return Attempt(
             *(self._name(key), key, token, self._ttl(ttl), holder or _NOBODY),

@@ -122,7 +122,7 @@ class Attempt:
     @property
     def place(self) -> str:
         """What its lease is called in the store."""
-        return place_name(self.name, self.token) if self.shared else self.name
+        return self.name if self.permits == 1 else place_name(self.name, self.token)
 
     def may_replace(self, record: Record) -> bool:
         """Whether a live record is no obstacle.
@@ -148,7 +148,7 @@ class Attempt:
         expires_at, free_at = lease_ends(now, self.ttl)
         made = Record(
             self.key, self.token, fence, self.ttl, now, now, expires_at, free_at, self.holder,
-            shared=self.shared,
+            shared=self.permits != 1,
         )  # fmt: skip
         for each in before:
             is_passed_on = each.is_settled or each.holder == self.holder
@@ -164,7 +164,8 @@ class Attempt:
 
     def grant(self, fence: int, now: datetime, expires_at: datetime | None) -> Grant:
         """Return the answer then."""
-        return Grant(self.key, self.token, fence, self.ttl, now, expires_at, shared=self.shared)
+        shared = self.permits != 1
+        return Grant(self.key, self.token, fence, self.ttl, now, expires_at, shared=shared)
 
 
 @dataclass(frozen=True, slots=True)
