@@ -128,6 +128,16 @@ def in_transaction(connection: BaseDatabaseWrapper) -> bool:
     return is_open and not in_test_case(connection)
 
 
+def is_manual(connection: BaseDatabaseWrapper) -> bool:
+    """Whether it has autocommit off, or a transaction open, outside of `atomic()`."""
+    if connection.connection is None:
+        return False
+    if connection.autocommit:
+        return has_open_transaction(connection)
+    # Where autocommit was off before atomic(), that does not commit at its end.
+    return not (connection.in_atomic_block and connection.commit_on_exit)
+
+
 def has_the_file(connection: BaseDatabaseWrapper) -> bool:
     """Whether a transaction of SQLite's has been the one writer of its file from its beginning."""
     mode = getattr(connection, "transaction_mode", None)
@@ -339,6 +349,14 @@ def opened_in(thread: int) -> list[BaseDatabaseWrapper]:
         and each._thread_ident == thread  # type: ignore[attr-defined]
         and vars(each)[_PROCESS] == os.getpid()
     ]
+
+
+def transactions_of(thread: int) -> list[BaseDatabaseWrapper]:
+    """Return those of this thread, and of that one, with a transaction of the caller's."""
+    found = opened_here()
+    if thread != threading.get_ident():
+        found += opened_in(thread)
+    return [each for each in found if in_transaction(each) or is_manual(each)]
 
 
 def is_own(connection: BaseDatabaseWrapper) -> bool:

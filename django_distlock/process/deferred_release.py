@@ -25,11 +25,11 @@ from ..core.threads import Bell, in_child
 from ..database import workers
 from ..database.connections import (
     before_drop,
-    has_open_transaction,
     in_transaction,
-    opened_here,
+    is_manual,
     opened_in,
     servers_isolation,
+    transactions_of,
 )
 from ..database.workers import Gone, Worker, when_gone
 from .transaction_locks import kept_by
@@ -58,11 +58,6 @@ def home() -> int:
     return threading.get_ident()
 
 
-def _connections(here: int) -> list[BaseDatabaseWrapper]:
-    found = opened_here()
-    return found if here == threading.get_ident() else [*found, *opened_in(here)]
-
-
 def managed_transactions(here: int) -> list[BaseDatabaseWrapper]:
     """Return the connections with a transaction by `atomic()`, other than a `TestCase`'s.
 
@@ -73,9 +68,9 @@ def managed_transactions(here: int) -> list[BaseDatabaseWrapper]:
         LockUsageError: A connection of this thread has autocommit off, or a transaction open,
             outside of `atomic()`: nobody would tell when it ends.
     """
-    every = _connections(here)
-    for connection in every:
-        if _is_manual(connection):
+    found = transactions_of(here)
+    for connection in found:
+        if is_manual(connection):
             how = (
                 "has an open transaction that Django did not start (BEGIN, or the driver's own)"
                 if connection.autocommit
@@ -86,7 +81,7 @@ def managed_transactions(here: int) -> list[BaseDatabaseWrapper]:
                 " the key would become free before the data is committed. Use atomic().",
                 code="unsupported",
             )
-    return [each for each in every if in_transaction(each)]
+    return found
 
 
 def open_transactions(thread: int | None = None) -> list[BaseDatabaseWrapper]:
@@ -97,21 +92,9 @@ def open_transactions(thread: int | None = None) -> list[BaseDatabaseWrapper]:
     Args:
         thread: Those that this one has opened; None: those of the running code.
     """
-    every = _connections(home()) if thread is None else opened_in(thread)
-    return [each for each in every if _is_open(each)]
-
-
-def _is_open(connection: BaseDatabaseWrapper) -> bool:
-    return in_transaction(connection) or _is_manual(connection)
-
-
-def _is_manual(connection: BaseDatabaseWrapper) -> bool:
-    if connection.connection is None:
-        return False
-    if connection.autocommit:
-        return has_open_transaction(connection)
-    # Where autocommit was off before atomic(), that does not commit at its end.
-    return not (connection.in_atomic_block and connection.commit_on_exit)
+    if thread is None:
+        return transactions_of(home())
+    return [each for each in opened_in(thread) if in_transaction(each) or is_manual(each)]
 
 
 def reads_a_snapshot(connection: BaseDatabaseWrapper) -> bool:
@@ -167,7 +150,7 @@ class Deferred:
                 # Not "robust": Django would swallow the exception of a signal that comes amid it.
                 hooks.append((set(), end, False))
                 self._ends.append((connection, when_gone(end, partial(self._dropped, end.claim))))
-                if not _is_open(connection):
+                if not (in_transaction(connection) or is_manual(connection)):
                     end.is_over = True  # It ended meanwhile, in its own thread.
             # Amid a rollback in its own thread, Django has dropped all hooks, and neither calls nor
             # drops one that is added then.
@@ -200,7 +183,7 @@ class Deferred:
             if end is None or end.is_over:
                 continue
             if all(each[1] is not end for each in connection.run_on_commit) or not (
-                connection.in_atomic_block or _is_manual(connection)
+                connection.in_atomic_block or is_manual(connection)
             ):
                 end.is_over = True
                 _worker.put(self.release_if_over)
@@ -378,7 +361,7 @@ def kept_beside(names: Collection[tuple[str, str]], thread: int) -> str | None:
     # Events wait as well. They are nobody's lease.
     leases = [each for each in _waiting.all() if each.owner is not None]
     kept = [each._name for each in _of_thread(leases, thread) if not each.is_over]
-    for connection in _connections(thread):
+    for connection in transactions_of(thread):
         kept += [(each.backend, key) for each in kept_by(connection) for key in each.keys]
     return next((each[1] for each in kept if each not in names), None)
 
