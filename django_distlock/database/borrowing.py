@@ -157,7 +157,8 @@ class Use:
         # The ORM finds its connection by alias. This one is in no settings, and in no other thread.
         connections[own.name] = own.connection
         own.use = self
-        bound_opening(own.connection, template.settings_dict["OPTIONS"])
+        if own.connection.connection is None:
+            bound_opening(own.connection, template.settings_dict["OPTIONS"])
         self._watch(own.connection)
         self._open(own)
         return own.name
@@ -174,7 +175,8 @@ class Use:
         if self._own is not None:
             with suppress(AttributeError):
                 del connections[self._own.name]
-            usable = _is_clean(self._own.connection, error) and not self._pool.has_moved(error)
+            usable = _is_clean(self._own.connection, error)
+            usable = usable and (error is None or not self._pool.has_moved(error))
             self._end_watch()
             self._own.use = None
             self._pool.give_back(self._own, error, usable=usable and not self.was_cut)
@@ -216,7 +218,7 @@ class Use:
 
         Whatever the caller has set on that has gone with it, and nothing was sent on it.
         """
-        until = budgets.end(MAX_BOUND)
+        until = min(self._end, time.monotonic() + MAX_BOUND)
         while self._is_free(template):
             if not _has_ended(template):
                 return True
@@ -282,7 +284,7 @@ class Use:
             raise
 
     def _writer_seconds(self) -> float:
-        return max(budgets.left(self._bound), WRITER_SECONDS)
+        return max(WRITER_SECONDS, min(self._bound, self._end - time.monotonic()))
 
 
 class Own:
@@ -405,7 +407,7 @@ class LockConnections:
     def prepare(self) -> None:
         """Find out what has to be known before a connection is borrowed."""
 
-    def has_moved(self, error: BaseException | None) -> bool:
+    def has_moved(self, error: BaseException) -> bool:
         """Whether a new session may reach another server, which accepts writes."""
         return False
 
@@ -532,7 +534,8 @@ class LockConnections:
         with self._mutex:
             # Never counted, but looked at: a place that is lost with its borrower is free.
             counts = not keeps_leases()
-            if counts and sum(own.takes_place for own in self._every) >= self.limit:
+            may_be_full = counts and len(self._every) >= self.limit
+            if may_be_full and sum(own.takes_place for own in self._every) >= self.limit:
                 return None
             if (own := self._spare(template)) is not None:
                 own.is_counted = counts
@@ -567,19 +570,18 @@ class LockConnections:
 
     def tell_waiting(self) -> None:
         """Wake the first of those who wait for a connection."""
-        for _user, bell in self._turns()[:1]:
+        for _user, bell in self._turns()[:1] if self._waiting else []:
             bell.put(None)
         if self._freed.empty():
             self._freed.put(None)
 
     def _follow(self, raw: Any) -> None:
         # When Django closes the thread's connection, its driver's object dies: ours go with it.
-        # By no function of Python's, in which a signal's exception would be lost.
-        try:
-            if raw is not None and all(each() is not raw for each in self._followed):
-                self._followed.append(weakref.ref(raw, _sweeping().gone.put))
-        except TypeError:
-            pass  # A driver whose connections take no weak references: time closes ours.
+        # By no function of Python's, in which a signal's exception would be lost. Where a driver's
+        # connections take no weak references, as SQLite's, time closes ours.
+        takes_one = raw is not None and type(raw).__weakrefoffset__ != 0
+        if takes_one and all(each() is not raw for each in self._followed):
+            self._followed.append(weakref.ref(raw, _sweeping().gone.put))
 
 
 class _Sweeper:

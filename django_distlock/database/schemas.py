@@ -42,12 +42,10 @@ class TableConnections(LockConnections):
         """Ask for the schema: that takes another connection."""
         _ = self.schema
 
-    def has_moved(self, error: BaseException | None) -> bool:
+    def has_moved(self, error: BaseException) -> bool:
         """After a switch-over the old server still answers, and is read-only."""
         vendor = of(self.alias)
-        if error is None or vendor.is_busy(error):
-            return False
-        return vendor.known_code(error) == "service_unavailable"
+        return not vendor.is_busy(error) and vendor.known_code(error) == "service_unavailable"
 
     def _made(self, template: BaseDatabaseWrapper, user: Any) -> Own:
         own = super()._made(template, user)
