@@ -322,7 +322,7 @@ MUTANTS = (
     ),
     Mutant(
         "the time of the transaction is used as the current time", "sqlite", COMPACT,
-        old=r"( +)(with self._writing\(\):\n +kept, last, )now, _, is_shared =",
+        old=r"( +)(with writing\(\):\n +kept, last, )now, _, is_shared =",
         new=r"\1now = datetime.now(UTC)\n\1\2_, _, is_shared =",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
         case="{backend}-expired",

@@ -127,7 +127,7 @@ class CompactLockManager(HeldLockManager):
 
     def acquire(self, attempt: Attempt) -> Grant | Contended | None:
         name, key, holder = attempt.name, attempt.key, attempt.holder
-        with self._asking() as run:
+        with self._asking() as (run, writing):
             # Read first: whoever loses takes no lock and writes nothing.
             kept, _, _, unmarked, is_shared = self._in_the_way(run, attempt)
             if kept is not None:
@@ -136,7 +136,7 @@ class CompactLockManager(HeldLockManager):
                 return kept
             if is_shared:
                 return None
-            with self._writing():
+            with writing():
                 kept, last, now, _, is_shared = self._in_the_way(run, attempt)
                 if kept is not None or is_shared:
                     return kept
@@ -152,7 +152,7 @@ class CompactLockManager(HeldLockManager):
         return attempt.grant(fence, now, expires_at)
 
     def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
-        with self._asking() as run, self._writing():
+        with self._asking() as (run, writing), writing():
             record, now = self._owned_record(run, name, grant)
             extended = None if record is None else record.extended(now, ttl)
             if record is None or extended is None:
@@ -162,7 +162,7 @@ class CompactLockManager(HeldLockManager):
         return record.renewal(grant, ttl, now)
 
     def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
-        with self._asking() as run, self._writing():
+        with self._asking() as (run, writing), writing():
             record, now = self._owned_record(run, name, grant)
             if record is None:
                 return "gone"
@@ -174,23 +174,20 @@ class CompactLockManager(HeldLockManager):
         return "wanted" if record.wanted else "released"
 
     @contextmanager
-    def _asking(self) -> Iterator[Run]:
-        """Give what asks the driver. Its errors become Django's.
+    def _asking(self) -> Iterator[tuple[Run, Callable[[], AbstractContextManager[None]]]]:
+        """Give what asks the driver, whose errors become Django's, and what opens a transaction.
 
-        A connection of the caller's is asked through Django, which may count, log or refuse.
+        A connection of the caller's is asked through Django, which may count, log or refuse; in a
+        transaction of the caller's, as that of a `TestCase`, one is a savepoint.
         """
         connection = connections[self.db]
         # Django refuses a cursor in the thread of an event loop.
         with connection.cursor() as cursor, connection.wrap_database_errors:
-            own = is_own(connection)
-            yield connection.connection.execute if own else partial(_through, cursor)
-
-    def _writing(self) -> AbstractContextManager[None]:
-        """Open a transaction. In one of the caller's, as that of a `TestCase`, a savepoint."""
-        connection = connections[self.db]
-        if is_own(connection):
-            return OwnTransaction(connection.connection)
-        return transaction.atomic(self.db)
+            if is_own(connection):
+                raw = connection.connection
+                yield raw.execute, partial(OwnTransaction, raw)
+            else:
+                yield partial(_through, cursor), partial(transaction.atomic, self.db)
 
     def _in_the_way(
         self, run: Run, attempt: Attempt
