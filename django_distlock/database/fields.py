@@ -32,6 +32,11 @@ def to_microseconds(instant: datetime) -> int:
     return (instant - _EPOCH) // _MICROSECOND
 
 
+def stored(*instants: datetime | None) -> list[int | None]:
+    """Return each as `to_microseconds` does; None: there is none."""
+    return [None if each is None else to_microseconds(each) for each in instants]
+
+
 def instant(value: int | None) -> datetime | None:
     """Return what `from_microseconds` does; None: there is none."""
     return None if value is None else from_microseconds(value)

@@ -20,7 +20,7 @@ from ..core.fences import next_fence
 from ..core.holders import Holder
 from ..core.records import Attempt, Contended, Freed, Grant, Record, lease_ends
 from ..database.connections import is_own
-from ..database.fields import from_microseconds, instant, to_microseconds
+from ..database.fields import from_microseconds, instant, stored, to_microseconds
 from ..database.server_functions import contended
 from .lock import HeldLockManager
 
@@ -142,10 +142,10 @@ class CompactLockManager(HeldLockManager):
                     return kept
                 fence = next_fence(key, last, self._floor(now))
                 expires_at, free_at = lease_ends(now, attempt.ttl)
-                at, told = to_microseconds(now), json.dumps(holder.as_json())
                 values: list[Any] = [
-                    name, key, attempt.token, fence, attempt.ttl, at, at, _stored(expires_at),
-                    _stored(free_at), told, holder.host, holder.task_id,
+                    name, key, attempt.token, fence, attempt.ttl,
+                    *stored(now, now, expires_at, free_at),
+                    json.dumps(holder.as_json()), holder.host, holder.task_id,
                 ]  # fmt: skip
                 run(self._statements.advance, [name, key, fence])
                 run(self._statements.grant, values)
@@ -157,8 +157,8 @@ class CompactLockManager(HeldLockManager):
             extended = None if record is None else record.extended(now, ttl)
             if record is None or extended is None:
                 return None
-            ends = _stored(extended.expires_at), _stored(extended.free_at)
-            run(self._statements.extend, [ttl, to_microseconds(now), *ends, name])
+            times = stored(now, extended.expires_at, extended.free_at)
+            run(self._statements.extend, [ttl, *times, name])
         return record.renewal(grant, ttl, now)
 
     def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
@@ -170,7 +170,7 @@ class CompactLockManager(HeldLockManager):
             if until is None or until <= now:
                 run(self._statements.delete, [name])
             else:
-                run(self._statements.settle, [_stored(until), _stored(until), name])
+                run(self._statements.settle, [*stored(until, until), name])
         return "wanted" if record.wanted else "released"
 
     @contextmanager
@@ -245,7 +245,3 @@ class CompactLockManager(HeldLockManager):
 def _through(cursor: Any, statement: str, values: list[Any]) -> Any:
     cursor.execute(statement.replace("%", "%%").replace("?", "%s"), values)
     return cursor
-
-
-def _stored(when: datetime | None) -> int | None:
-    return None if when is None else to_microseconds(when)
