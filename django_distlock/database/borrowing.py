@@ -141,7 +141,8 @@ class Use:
             )
         pool.prepare()
         template = connections[pool.alias]
-        leave_to_parent(template)
+        if template.vendor != "sqlite":
+            leave_to_parent(template)
         # An exclusive transaction of SQLite lets no other connection read, so it is asked itself.
         if (in_test_case(template) and not pool.apart) or (
             not self._writes and has_the_file(template)

@@ -366,7 +366,7 @@ def is_own(connection: BaseDatabaseWrapper) -> bool:
 
 def leave_to_parent(connection: BaseDatabaseWrapper) -> None:
     """Let go of a connection that a fork copied: two processes would read each other's answers."""
-    if connection.vendor == "sqlite" or connection.connection is None or connection.in_atomic_block:
+    if connection.connection is None or connection.in_atomic_block:
         return
     if vars(connection).get(_PROCESS, os.getpid()) != os.getpid():
         _inherited.append(connection.connection)

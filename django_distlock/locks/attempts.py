@@ -158,7 +158,8 @@ class Attempts:
     def steps(self) -> Steps:
         """Return the algorithm that drives these attempts."""
         request, queues = self.request, self.backend.queues
-        name = queues.name_of(request.key)
+        # Nearly always nobody waits for any key.
+        name = queues.name_of(request.key) if queues or queues.released_wanted else ""
         # What is granted already is not left to others.
         is_new = self._answered is None
         return acquiring(

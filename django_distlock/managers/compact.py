@@ -140,7 +140,7 @@ class CompactLockManager(HeldLockManager):
                 kept, last, now, _, is_shared = self._in_the_way(run, attempt)
                 if kept is not None or is_shared:
                     return kept
-                fence = next_fence(key, last, self._floor(now))
+                fence = next_fence(key, last, now if self.follows_clock else None)
                 expires_at, free_at = lease_ends(now, attempt.ttl)
                 values: list[Any] = [
                     name, key, attempt.token, fence, attempt.ttl,
