@@ -62,6 +62,8 @@ class Worker:
         self.late: list[_Late] = []
         self._starting = threading.Lock()
         self._works = False
+        # Where the thread works. A forked child may get the number of an earlier process.
+        self._works_in: int | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -70,7 +72,7 @@ class Worker:
 
     def start(self) -> None:
         """Start the thread where it is safe to: a finaliser may not."""
-        if self._is_running():
+        if self._works_in == os.getpid():
             return
         with self._starting:
             if not self._is_running():
@@ -99,6 +101,13 @@ class Worker:
             if self._thread is not threading.current_thread():
                 return  # It began late, and another one was started in its place.
         use_own_connections(keeps_leases=True)
+        try:
+            self._works_in = self._pid
+            self._work()
+        finally:
+            self._works_in = None
+
+    def _work(self) -> None:
         while True:
             self._works = False
             work = self._next()
