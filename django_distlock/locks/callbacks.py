@@ -42,6 +42,7 @@ class Losses:
         self.told = False
         kept = Callbacks()
         self._callbacks: Callable[[], Callbacks | None] = lambda: kept
+        self._warns = False
         #: The deadline before which a warning has been given, by its number of seconds.
         self._warned: dict[int, float] = {}
         self._task: asyncio.Task[Any] | None = None
@@ -72,6 +73,7 @@ class Losses:
         callbacks = self._callbacks()
         if callbacks is not None:
             callbacks.danger.append((before, (callback, lease)))
+            self._warns = True
 
     def entrust(self) -> Callbacks:
         """Return the callbacks for somebody else to keep: without that one they are not called."""
@@ -87,7 +89,7 @@ class Losses:
     def next_due(self, deadline: float) -> float:
         """Return when a callback has to be warned; the deadline: all have been."""
         due = deadline
-        for index, (before, _call) in enumerate(self._danger):
+        for index, (before, _call) in enumerate(self._danger if self._warns else []):
             if self._warned.get(index) != deadline:
                 due = min(due, deadline - before)
         return due
