@@ -274,7 +274,7 @@ class MemoryBackend(BaseLockBackend):
     # mutex.
 
     def _now(self) -> datetime:
-        return self._epoch + timedelta(seconds=self.monotonic())
+        return self._epoch + timedelta(0, self.monotonic())
 
     def _pause_of(self, name: str, now: datetime) -> tuple[datetime, str | None] | None:
         pause = self._pauses.get(name)
