@@ -133,7 +133,8 @@ class Queues(dict[str, deque[Turn]]):
         if (noted := self.released_wanted.get(name)) is None:
             return 0.0
         at, held = noted
-        return min(most, max(SHORTEST_REST, held)) - (time.monotonic() - at)
+        # A test may have frozen time when it was noted, at seconds since 1970.
+        return min(most, max(SHORTEST_REST, held)) - max(0.0, time.monotonic() - at)
 
     def _remove(self, turn: Turn) -> bool:
         """Take a waiter out of its queue; return whether another one may come first by that."""

@@ -30,6 +30,7 @@ from django.db.utils import Error as DjangoDatabaseError
 from django.db.utils import OperationalError
 
 from ..core import budgets
+from ..core.clock import monotonic
 from ..core.durations import MAX_BOUND, MAX_STANDSTILL
 from ..core.errors import BackendUnavailable, LockError
 from ..core.threads import start_thread
@@ -456,7 +457,7 @@ class LockConnections:
     def give_back(self, own: Own, error: BaseException | None, *, usable: bool) -> None:
         """Keep a connection for the next one, or close it."""
         if usable:
-            own.idle_since = time.monotonic()
+            own.idle_since = monotonic()
             own.user = None
         else:
             own.user = _nobody
@@ -510,11 +511,11 @@ class LockConnections:
                 return None
             every = [*self._every]
         ends = [each.idle_since for each in every if each.user is None]
-        since = min(ends, default=time.monotonic())
-        return max(0.01, since + settings.IDLE_SECONDS - time.monotonic())
+        since = min(ends, default=monotonic())
+        return max(0.01, since + settings.IDLE_SECONDS - monotonic())
 
     def _doom_idle(self, idle_for: float = 0.0) -> None:
-        before = time.monotonic() - idle_for
+        before = monotonic() - idle_for
 
         def is_idle(own: Own) -> bool:
             return own.user is None and own.idle_since <= before

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from ..core import budgets
+from ..core.clock import monotonic
 from ..core.errors import LockUsageError
 from ..core.threads import start_thread
 
@@ -288,7 +288,7 @@ class IdleConnections(Generic[C]):
 
     def keep(self, connection: C) -> None:
         """Take a connection that is not needed any more."""
-        self._idle.append((connection, time.monotonic()))
+        self._idle.append((connection, monotonic()))
         if self._reaper is None:
             self._start_reaper()
 
@@ -309,7 +309,7 @@ class IdleConnections(Generic[C]):
 
     def _reap(self) -> None:
         self._reaper = None
-        before = time.monotonic() - IDLE_SECONDS
+        before = monotonic() - IDLE_SECONDS
         for _ in range(len(self._idle)):
             try:
                 connection, since = self._idle.popleft()

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ..core.clock import monotonic
 from ..core.durations import MAX_BOUND
 from ..core.logs import log_fields
 from ..core.threads import Bell, start_thread
@@ -37,7 +37,7 @@ class Gone(weakref.ref[Any]):
 
 @dataclass(order=True, slots=True)
 class _Late:
-    """What is to be done at a time, by `time.monotonic`."""
+    """What is to be done at a time, by `monotonic`."""
 
     at: float
     work: Callable[[], object] = field(compare=False)
@@ -83,7 +83,7 @@ class Worker:
 
     def put(self, work: Callable[[], object], seconds: float = 0.0) -> None:
         """Let the thread do something: behind all that was put before, or in some seconds."""
-        self.queue.put(_Late(time.monotonic() + seconds, work) if seconds else work)
+        self.queue.put(_Late(monotonic() + seconds, work) if seconds else work)
 
     def finish(self) -> None:
         """Wait until what is queued has been done, for a second at most."""
@@ -126,7 +126,7 @@ class Worker:
     def _next(self) -> Callable[[], object] | Gone:
         """Wait for something to do."""
         while True:
-            left = self.late[0].at - time.monotonic() if self.late else math.inf
+            left = self.late[0].at - monotonic() if self.late else math.inf
             if left <= 0:
                 return heapq.heappop(self.late).work
             with suppress(Empty):

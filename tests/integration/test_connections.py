@@ -251,6 +251,25 @@ def test_closing_connections_leaves_nothing(key: str, path: str) -> None:
         assert eventually(lambda: all(each() is None for each in gone))
 
 
+def test_connections_of_frozen_time_are_closed(
+    key: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries that freeze time in tests let `time.monotonic` give the seconds since 1970.
+
+    The database of such a test could not be dropped.
+    """
+    with counted(path) as (using, backend):
+        lock = distlock(key, backend=backend)
+        with monkeypatch.context() as frozen:
+            frozen.setattr(time, "monotonic", time.time)
+            lock_inside(using, lock)
+            lock_backends[backend].queues.note_wanted(key)
+        assert len(sessions(using)) == 2
+        assert lock_backends[backend].queues.rest(key, 1.0) <= 1
+        lock_backends[backend]._connections.close_all()  # type: ignore[attr-defined]
+        assert eventually(lambda: sessions(using) == {session_of(using)}, timeout=5)
+
+
 def test_connections_are_closed_from_an_event_loop_too(
     key: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
