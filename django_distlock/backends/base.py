@@ -715,6 +715,11 @@ class BaseLockBackend:
             self.queues.ring(name)
         return answer
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether what was asked last is another store than what is asked by now."""
+        return False
+
     def _name(self, key: str) -> str:
         return storage_key(self.key_prefix, key, self.storage_key_limit)
 

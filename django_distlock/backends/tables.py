@@ -92,6 +92,10 @@ class FenceTable:
         self._connections = TableConnections(self.using, self.config.lock_connections, apart=apart)
         return vendor
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._connections.is_renamed
+
     def _unnamed_database(self) -> str:
         """Return the database where the settings name none.
 

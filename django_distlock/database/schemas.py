@@ -89,6 +89,11 @@ class TableConnections(LockConnections):
             if mine:
                 self._asking.release()
 
+    @property
+    def is_renamed(self) -> bool:
+        """Whether the alias stands for another database than the one that was asked last."""
+        return self._decided is not None and self._known() is None
+
     def _known(self) -> tuple[object, str | None] | None:
         # A test run renames its databases under the same alias.
         database, decided = connections[self.alias].settings_dict["NAME"], self._decided

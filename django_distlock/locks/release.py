@@ -303,6 +303,8 @@ class Release:
         Not where a thread still works under it, a daemon: what it does in its last moments is
         protected by the ttl.
         """
+        if self.holding.store._is_elsewhere:
+            return  # Its database was that of a test run, and has been dropped.
         thread = self.holding.thread
         if thread is threading.current_thread() or not thread.is_alive():
             self.quietly(patience)

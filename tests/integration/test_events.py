@@ -15,6 +15,7 @@ import time
 import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -29,9 +30,16 @@ from django_distlock.backends.memory import MemoryBackend
 from django_distlock.handler import lock_backends
 from django_distlock.models import LockEvent
 from django_distlock.process import event_log
+from django_distlock.process.at_exit import held_here
 from django_distlock.process.host import current_holder
 from django_distlock.signals import fence_rejected, lock_lost, lock_taken_over
-from tests.contract.aliases import abandon_connections, alias_like, counted_alias, sessions
+from tests.contract.aliases import (
+    abandon_connections,
+    alias_like,
+    counted_alias,
+    locks_on,
+    sessions,
+)
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually, grantable, rolled_back, take_away
 from tests.processes import spawn
@@ -345,6 +353,19 @@ def test_end_of_a_test_run_leaves_the_database_of_the_project_alone(
         writer.put("default", LockEvent(key=key, kind=LockEvent.Kind.LOST))
     Later(writer._run).result(PATIENCE)
     assert written(key) == 0
+
+
+def test_lease_of_a_test_that_is_over_is_not_told_to_the_project(key: str, tmp_path: Path) -> None:
+    """Its record has gone with the database of the tests: that is no loss, and no row."""
+    with alias_like("sqlite", NAME=str(tmp_path / "tests")) as using, locks_on(using) as backend:
+        migrate(using)
+        lease = distlock(key, backend=backend).acquire()
+        connections[using].settings_dict["NAME"] = connections["sqlite"].settings_dict["NAME"]
+        lease._release.at_exit(1.0)
+        event_log.finish()
+        assert written(key) == 0
+        assert not lease.is_lost
+        held_here.discard(lease._holding)
 
 
 def test_router_that_fails_is_logged_once(
