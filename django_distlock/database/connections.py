@@ -423,6 +423,10 @@ def _own_settings(template: BaseDatabaseWrapper, defaults: dict[str, Any]) -> _O
     options.pop("pool", None)
     if template.vendor == "sqlite":
         options["transaction_mode"] = "IMMEDIATE"
+    elif template.vendor == "mysql":
+        # A key has any characters, also where the project's texts may not.
+        options["charset"] = "utf8mb4"
+        options.pop("collation", None)
     return _OwnSettings(
         {
             **template.settings_dict,

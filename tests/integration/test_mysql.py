@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -244,6 +245,24 @@ def test_database_of_another_character_set_takes_any_text(store: DatabaseStore, 
     event.save(using=using)
     event.refresh_from_db(using=using)
     assert {event.actor, event.reason, event.holder["user"], event.details["why"]} == {TEXT}
+
+
+@pytest.mark.parametrize("server_functions", [True, False])
+def test_sessions_of_another_character_set_lock_any_key(
+    shared: str, key: str, server_functions: bool
+) -> None:
+    """`OPTIONS["charset"]` is about the project's texts, and older ones say utf8 or latin1."""
+    with alias_like(shared, OPTIONS={"charset": "latin1"}) as using:
+        options = {"using": using, "server_functions": server_functions}
+        with locks_on(using, OPTIONS=options) as backend:
+            lock = distlock(f"{key} {TEXT}", backend=backend, metadata={"user": TEXT}, wait=0)
+            with lock as lease, lease.atomic():
+                assert lock.locked()
+                lease.extend()
+            with replace(lock, shared=True):
+                pass
+            with transaction.atomic(using=using):
+                transaction_lock(lock.key, backend=backend, wait=0)
 
 
 def test_django_has_nothing_against_the_models(using: str) -> None:

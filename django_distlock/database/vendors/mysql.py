@@ -182,11 +182,13 @@ class MySQL(Vendor):
         return _number(error) == 1020  # with innodb_snapshot_isolation
 
     def _ask_within(self, bound: float, statement: str, name: str) -> Any:
+        # Spelt out: the characters that the caller's session sends may not be all that a key has.
+        statement %= f"_utf8mb4 0x{name.encode().hex()}"
         if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
             # Nothing is set on the caller's connection, which a signal could leave behind.
-            return self._ask(_with_bound(bound) + statement, [name])
+            return self._ask(_with_bound(bound) + statement)
         with self._session_bound(bound):
-            return self._ask(statement, [name])
+            return self._ask(statement)
 
     def _bounded(self, bound: float) -> AbstractContextManager[None]:
         if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
