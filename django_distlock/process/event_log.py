@@ -162,9 +162,11 @@ def _note(
         )
         using = router.db_for_write(LockEvent)
         if in_test_case(connections[using]):
-            # Here the test sees it, and with all else it is rolled back.
-            with transaction.atomic(using=using):
-                event.save(using=using)
+            # Here the test sees it, and with all else it is rolled back: at once where a write was
+            # refused, after which nothing can be written.
+            if not connections[using].needs_rollback:
+                with transaction.atomic(using=using):
+                    event.save(using=using)
         elif not _waits_for_the_writer(using, event):
             _writer.put(using, event)
     except Exception as error:  # noqa: BLE001 - an event is told, or logged

@@ -20,7 +20,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import connections
+from django.db import connections, transaction
 from django.test import TestCase, override_settings
 
 from django_distlock import Holder, LockLost, distlock
@@ -254,6 +254,13 @@ class InTestCase(TestCase):
         """The twin, which would see what the other one left behind."""
         self.test_row_is_there_at_once()
 
+    def test_refused_write_is_no_trouble_of_events(self) -> None:
+        """It has ended the transaction, in which nothing can be written any more."""
+        event_log._writer._told = False
+        with transaction.atomic(), self.assertNoLogs("django_distlock"):
+            transaction.set_rollback(True)
+            lose(self.key)
+
 
 def test_row_is_rolled_back_with_a_test_case(key: str) -> None:
     """In the transaction of a `TestCase` the row is written at once, and goes with the test."""
@@ -262,7 +269,7 @@ def test_row_is_rolled_back_with_a_test_case(key: str) -> None:
     cases = unittest.defaultTestLoader.loadTestsFromTestCase(InTestCase)
     result = unittest.TextTestRunner(report).run(cases)
     assert result.wasSuccessful(), report.getvalue()
-    assert result.testsRun == 2
+    assert result.testsRun == 3
     event_log.finish()
     assert written(key) == 0
 
