@@ -172,7 +172,7 @@ class MySQL(Vendor):
 
     def has_rolled_back(self, error: BaseException) -> bool:
         if _number(error) != 1205:
-            return self.is_deadlock(error)
+            return self.is_deadlock(error) or self.is_overtaken(error)
         # Django refuses queries in a transaction that needs a rollback: nothing can be asked.
         return self.connection.needs_rollback or bool(
             self._ask("SELECT @@innodb_rollback_on_timeout")[0]
