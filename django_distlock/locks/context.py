@@ -79,15 +79,11 @@ def enter(owner: object, backend: str, key: str) -> Block:
     return block
 
 
-def bind(owner: object, lease: Lease, *, inner: bool = False) -> Lease:
-    """Let the current context hold `lease` until `owner` leaves its block.
-
-    Args:
-        inner: A block around this one holds it, and releases it.
-    """
-    block = enter(owner, lease.backend, lease.key)
-    block.lease, block.release, block.inner = lease, lease._release, inner
-    return lease
+def bind(lease: Lease) -> Block:
+    """Let the current context hold a lease that others release, until the block is dropped."""
+    block = enter(lease, lease.backend, lease.key)
+    block.lease, block.release, block.inner = lease, lease._release, True
+    return block
 
 
 def unbind(owner: object, block: Block | None = None) -> tuple[Block | None, LockUsageError | None]:

@@ -50,6 +50,7 @@ from django_distlock.contrib.celery.deliveries import LEASE, OF
 from django_distlock.contrib.celery.terms import terms_of
 from django_distlock.core.keys import RUNS_PREFIX, own_key
 from django_distlock.core.records import Contended
+from django_distlock.locks import blocks
 from django_distlock.models import FailedTask, LockEvent
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
 from django_distlock.testing import hold, lose_connection, memory_locks, simulate_pause
@@ -1001,6 +1002,28 @@ def test_claims_end_though_their_release_is_interrupted(app: Celery, keys: dict[
         deliver(work, 7, **headers)
     assert free.call_count == 2
     assert held_now() == []
+
+
+def test_run_of_a_unique_task_leaves_no_block(app: Celery) -> None:
+    """Each would keep its arguments, and a lost lease would be counted for ever."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(unique="{number}")
+    def work(number: int) -> str:
+        return key_now()
+
+    @app.task(shared=False)
+    @locked_task("{number}", inherit=True, on_conflict="raise")
+    def child(number: int) -> str:
+        return key_now()
+
+    before = set(blocks.every)
+    keys = [deliver(work, 7)]
+    lease = Later(distlock("7").acquire).result()
+    keys.append(deliver(child, 7, distlock_lease=lease.fence_token))
+    lease.release()
+    assert [app.AsyncResult(each).get() for each in keys] == [UNIQUE, "7"]
+    assert set(blocks.every) == before
 
 
 def test_unique_key_ends_though_the_run_did_not_hear_of_its_grant(app: Celery) -> None:

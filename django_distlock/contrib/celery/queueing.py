@@ -335,7 +335,7 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
         return
     theirs = _here.get(record.token)
     if theirs is not None and theirs.held:
-        with _bound(theirs):
+        with bound(theirs):
             yield theirs
         return
     sent_at = store.monotonic()
@@ -347,7 +347,7 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
     lease = claims.lease_of(store, answer, sent_at, kept)
     try:
         lease._holding.begin_block(heartbeat=True)
-        with _bound(lease):
+        with bound(lease):
             yield lease
     finally:
         with suppress(LockError):  # It is lost: there is nothing to let go of.
@@ -357,13 +357,13 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
 
 
 @contextmanager
-def _bound(lease: Lease) -> Iterator[None]:
-    owner = object()
-    context.bind(owner, lease, inner=True)
+def bound(lease: Lease) -> Iterator[None]:
+    """Let the code of a block find a lease that others release."""
+    block = context.bind(lease)
     try:
         yield
     finally:
-        context.unbind(owner)
+        context.drop(block)
 
 
 def _goes_on(task: Any, task_id: str | None, options: dict[str, Any]) -> bool:

@@ -19,7 +19,6 @@ from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockU
 from ...core.logs import log_fields
 from ...core.records import Record
 from ...handler import lock_backends
-from ...locks import context
 from ...locks.lease import Lease
 from ...locks.lock import Lock
 from ...locks.no_lease import tell_bypassed, tell_requeued
@@ -286,8 +285,7 @@ class Run:
             self._fence = lease.fence
             raises = lock.on_lost == "raise"
             stack.push(lambda _, error, __: lease._release.end_inner_block(error, raises=raises))
-            context.bind(self, lease)
-            stack.callback(context.unbind, self)
+            stack.enter_context(queueing.bound(lease))
 
     def _gives_way(self) -> bool:
         """Whether a later call was sent in its place: before a lock is waited for."""
