@@ -44,7 +44,7 @@ from django_distlock import (
     lock_backends,
 )
 from django_distlock.contrib import prometheus
-from django_distlock.contrib.celery import LockedTask, failed, leftovers, locked_task, queueing
+from django_distlock.contrib.celery import LockedTask, failed, leftovers, locked_task, queueing, runs
 from django_distlock.contrib.celery.checks import check_tasks
 from django_distlock.contrib.celery.deliveries import LEASE, OF
 from django_distlock.contrib.celery.terms import terms_of
@@ -1002,6 +1002,23 @@ def test_claims_end_though_their_release_is_interrupted(app: Celery, keys: dict[
         deliver(work, 7, **headers)
     assert free.call_count == 2
     assert held_now() == []
+
+
+def test_unique_key_ends_though_its_run_is_not_ended(
+    app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A soft time limit came before its end had begun: no run is left that would renew the key."""
+    # What pytest keeps of the log would keep the traceback, and with it the run.
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(unique="{number}")
+    def work(number: int) -> None: ...
+
+    with mock.patch.object(runs.Run, "end", side_effect=SoftTimeLimitExceeded) as end:
+        deliver(work, 7)
+    end.assert_called_once()
+    assert eventually(lambda: not held_now())
 
 
 def test_run_of_a_unique_task_leaves_no_block(app: Celery) -> None:

@@ -19,6 +19,7 @@ from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockU
 from ...core.logs import log_fields
 from ...core.records import Record
 from ...handler import lock_backends
+from ...locks.blocks import Block
 from ...locks.lease import Lease
 from ...locks.lock import Lock
 from ...locks.no_lease import tell_bypassed, tell_requeued
@@ -76,6 +77,8 @@ class Run:
 
     def __init__(self, terms: Terms, delivery: Delivery, body: Callable[[], Any]):
         self.unique: Lease | None = None
+        # It lasts as long as this run: Celery ignores what a signal raises in its receivers.
+        self._block = Block(None)
         self.has_begun = False
         self.comes_again: Any = None
         self._terms = terms
@@ -151,6 +154,7 @@ class Run:
         else:
             self._free(unique.release, unique.key)
         self.unique = self._queued = None
+        self._block.close()
 
     def _leave_backlog(self) -> None:
         if self._place is not None:
@@ -280,7 +284,11 @@ class Run:
     def _take(self, stack: ExitStack, lock: JobLock, *, binds: bool) -> None:
         """Hold the unique key until the result is stored."""
         lease = self.unique = queueing.take(lock, self._delivery)
-        lease._holding.begin_block(heartbeat=lock.heartbeat)
+        block = self._block
+        block.enter(lease._holding.name)
+        block.lease, block.release = lease, lease._release
+        block.watch(self)
+        lease._holding.begin_block(heartbeat=lock.heartbeat, block=block)
         if binds:
             self._fence = lease.fence
             raises = lock.on_lost == "raise"
