@@ -13,7 +13,7 @@ import os
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -1083,6 +1083,31 @@ def test_unique_key_ends_though_its_sender_is_interrupted(app: Celery) -> None:
     with mock.patch.object(Lease, "_let_go", interrupted), pytest.raises(SoftTimeLimitExceeded):
         work.delay(7)
     assert held_now() == []
+
+
+@pytest.mark.parametrize(
+    "keys", [{"unique": "{number}"}, {"lock": "{number}", "max_queued": 1}], ids=["unique", "place"]
+)
+def test_claims_end_though_their_message_was_not_begun(app: Celery, keys: dict[str, Any]) -> None:
+    """A soft time limit came between the grant and the message: nobody has the claim any more."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(**keys)
+    def work(number: int) -> None: ...
+
+    held: list[str] = []
+
+    def interrupted(*_: Any) -> None:
+        held.extend(held_now())
+        raise SoftTimeLimitExceeded
+
+    with (
+        mock.patch.object(queueing.claims, "publish", interrupted),
+        suppress(SoftTimeLimitExceeded),
+    ):
+        work.delay(7)
+    assert len(held) == 1
+    assert eventually(lambda: not held_now())
 
 
 def test_retry_of_a_call_that_began_while_it_was_replaced(app: Celery) -> None:

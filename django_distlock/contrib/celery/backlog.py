@@ -21,7 +21,7 @@ from ...backends.base import BaseLockBackend
 from ...core.clock import monotonic
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ...core.logs import log_fields
-from ...core.records import Grant, Record
+from ...core.records import Record
 from ...handler import lock_backends
 from ...locks.policy import skip, where_unavailable
 from ..jobs import WAIT, JobLock
@@ -84,7 +84,7 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
     place = terms.place_of(sending.call, task_id)
     send = partial(send, task_id=task_id)
     try:
-        grant, replaced = _take(place, sending)
+        claim, replaced = _take(place, sending)
     except LockNotAcquired as error:
         if not sending.is_awaited:
             raise
@@ -106,7 +106,7 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
             "It is unknown whether the backlog of %r is full: %s",
             partial(send, **options),
         )
-    result = claims.publish(send, PLACE, place, grant, options)
+    result = claims.publish(send, PLACE, claim, options)
     if replaced is not None:
         _note_replaced(lock_backends[place.backend], replaced, terms)
     return result
@@ -124,7 +124,7 @@ def was_replaced(store: BaseLockBackend, claim: Record) -> bool:
     return holder.is_queued and store.notes.get(_note(holder.task_id)) is not None
 
 
-def _take(place: JobLock, sending: Sending) -> tuple[Grant, Record | None]:
+def _take(place: JobLock, sending: Sending) -> tuple[claims.Claim, Record | None]:
     """Take a place, and say whose it was."""
     store, terms = lock_backends[place.backend], sending.terms
     reserve = partial(claims.reserve, place, terms, sending.delay, sending.unique_ttl)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -20,6 +21,7 @@ from ...core.errors import LockError, LockNotAcquired
 from ...core.keys import new_token
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
+from ...database.workers import Gone, when_gone
 from ...handler import lock_backends
 from ...locks import checking
 from ...locks.attempts import Granted, release_unanswered
@@ -33,14 +35,26 @@ from .terms import Terms
 logger = logging.getLogger("django_distlock")
 
 
+#: What gives claims back that a signal's exception takes from their senders, by token.
+_unsent: dict[str, Gone] = {}
+
+
+class Claim:
+    """A claim of a call that is about to be queued. Given back if it is dropped before."""
+
+    def __init__(self, lock: JobLock, grant: Grant):
+        self.lock, self.grant = lock, grant
+        _unsent[grant.token] = when_gone(self, partial(_give_up, lock, grant))
+
+
 def reserve(
     lock: JobLock,
     terms: Terms,
     delay: float,
     unique_ttl: float | None,
     instead_of: Record | None = None,
-) -> Grant:
-    """Take a claim for a call that is about to be queued.
+) -> Claim:
+    """Take a claim for a call that is about to be queued: by `publish`.
 
     Args:
         delay: Seconds until it may begin.
@@ -75,7 +89,7 @@ def reserve(
             ended._let_go()
         grant = lease._holding.grant
         lease._let_go()
-        return grant
+        return Claim(lock, grant)
     except LockError:
         lease.release()
         raise
@@ -140,15 +154,20 @@ def with_claim(
     return {**options, "headers": headers}
 
 
-def publish(
-    send: Callable[..., Any], header: str, lock: JobLock, grant: Grant, options: dict[str, Any]
-) -> Any:
+def publish(send: Callable[..., Any], header: str, claim: Claim, options: dict[str, Any]) -> Any:
     """Queue a task that has a claim; give the claim back if that fails."""
     try:
-        return send(**with_claim(options, header, grant.fence, lock.task_id))
+        return send(**with_claim(options, header, claim.grant.fence, claim.lock.task_id))
     except BaseException:
-        give_back(lock, grant)
+        give_back(claim.lock, claim.grant)
         raise
+    finally:
+        del _unsent[claim.grant.token]
+
+
+def _give_up(lock: JobLock, grant: Grant) -> None:
+    if _unsent.pop(grant.token, None) is not None:
+        give_back(lock, grant)
 
 
 def give_back(lock: JobLock, grant: Grant) -> None:

@@ -117,7 +117,7 @@ def _send_unique(
     lock = terms.unique_of(sending.call, task_id)
     assert lock is not None  # noqa: S101 - there is a unique key
     try:
-        grant = _reserve(sending, lock)
+        claim = _reserve(sending, lock)
     except LockNotAcquired as error:
         if sending.is_awaited:
             # Others wait for this very task: it is sent, and skipped when it comes.
@@ -135,20 +135,20 @@ def _send_unique(
             "It is unknown whether %r is already queued: %s",
             partial(publish, task_id=task_id, **options),
         )
-    result = claims.publish(partial(publish, task_id=task_id), UNIQUE, lock, grant, options)
+    result = claims.publish(partial(publish, task_id=task_id), UNIQUE, claim, options)
     if not terms.debounce:
         return result
     options = {name: value for name, value in options.items() if name not in _OF_ONE}
     later = _send_if_overtaken(
         lock,
-        grant,
+        claim.grant,
         partial(again, None, options, sending.unique_ttl),
         partial(publish, task_id=uuid(), **options),
     )
     return result if later is None or sending.is_awaited else later
 
 
-def _reserve(sending: backlog.Sending, lock: JobLock) -> Grant:
+def _reserve(sending: backlog.Sending, lock: JobLock) -> claims.Claim:
     """Take a unique key, also from a call that will not run, because a later one has its place."""
     reserve = partial(claims.reserve, lock, sending.terms, sending.delay, sending.unique_ttl)
     try:
