@@ -26,6 +26,7 @@ from celery.app.trace import build_tracer
 from celery.concurrency.prefork import process_destructor
 from celery.exceptions import Ignore, OperationalError, Reject, SoftTimeLimitExceeded
 from celery.signals import before_task_publish, task_postrun
+from celery.utils.imports import symbol_by_name
 from django.core.checks import CheckMessage
 from django.db import transaction
 from django.test import override_settings
@@ -44,7 +45,15 @@ from django_distlock import (
     lock_backends,
 )
 from django_distlock.contrib import prometheus
-from django_distlock.contrib.celery import LockedTask, failed, leftovers, locked_task, queueing, runs
+from django_distlock.contrib.celery import (
+    LockedTask,
+    endings,
+    failed,
+    leftovers,
+    locked_task,
+    queueing,
+    runs,
+)
 from django_distlock.contrib.celery.checks import check_tasks
 from django_distlock.contrib.celery.deliveries import LEASE, OF
 from django_distlock.contrib.celery.terms import terms_of
@@ -1108,6 +1117,27 @@ def test_claims_end_though_their_message_was_not_begun(app: Celery, keys: dict[s
         work.delay(7)
     assert len(held) == 1
     assert eventually(lambda: not held_now())
+
+
+def test_task_that_is_revoked_is_free_when_its_state_is_seen(app: Celery) -> None:
+    """Who sends it again at once does not get the result of what will never run."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(unique="{number}")
+    def work(number: int) -> None: ...
+
+    endings.watch(sender=mock.Mock(app=app))
+    held: list[list[str]] = []
+
+    def stored(*_: Any, **__: Any) -> None:
+        held.append(held_now())
+
+    with queue_of(app) as next_message, mock.patch.object(app.backend, "mark_as_revoked", stored):
+        work.apply_async((7,), expires=-1)
+        message = next_message()
+        request = symbol_by_name(work.Request)(message, app=app, task=work)
+        assert request.revoked()
+    assert held == [[]]
 
 
 def test_retry_of_a_call_that_began_while_it_was_replaced(app: Celery) -> None:

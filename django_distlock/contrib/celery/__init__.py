@@ -17,7 +17,6 @@ for signal, receive in (
     (signals.before_task_publish, checks.tell_sent),
     (signals.before_task_publish, queueing.hand_down),
     (signals.task_postrun, runs.ended),
-    (signals.task_revoked, endings.revoked),
     (signals.worker_init, checks.tell_all),
     (signals.worker_init, endings.watch),
     (signals.worker_process_shutdown, endings.leaving),

@@ -67,6 +67,12 @@ class EndsTheDead:
         finally:
             _end_started(self)
 
+    def _announce_revoked(self, reason: Any, terminated: bool, *args: Any) -> None:
+        """Free the claims first: who sees that it was revoked may send it again at once."""
+        if not terminated:
+            _free_claims_soon(self.task, self)  # type: ignore[attr-defined]
+        super()._announce_revoked(reason, terminated, *args)  # type: ignore[misc]
+
     def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
         """End the lease of a child that is dead, before its task is delivered again."""
         error = getattr(exc_info, "exception", None)
@@ -105,12 +111,6 @@ def watch(sender: Any = None, **_: Any) -> None:
         base = symbol_by_name(task.Request)
         if not issubclass(base, EndsTheDead):
             task.Request = type(base.__name__, (EndsTheDead, base), {})
-
-
-def revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
-    """Let a task be queued again that was revoked before it was started."""
-    if not terminated and request is not None:
-        _free_claims_soon(sender, request)
 
 
 def leaving(**_: Any) -> None:
