@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from celery import Celery, Task, _state
+from celery import Celery, Task, _state, chain
 from celery.app.trace import build_tracer
 from celery.concurrency.prefork import process_destructor
 from celery.exceptions import Ignore, OperationalError, Reject, SoftTimeLimitExceeded
@@ -976,6 +976,28 @@ def test_unique_key_stays_with_a_retry_that_does_not_end_its_run(app: Celery) ->
         assert work.delay(7).id == task_id
         deliver(work, 7, **next_message().headers)
     assert not distlock(UNIQUE).locked()
+
+
+def test_unique_key_stays_with_a_chain_that_replaces_its_run(app: Celery) -> None:
+    """Its first task may come before the run has ended, and is no duplicate of that."""
+    ran: list[int] = []
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task(unique="key")
+    def work(self: Any, number: int) -> None:
+        ran.append(number)
+        if number == 7:
+            try:
+                self.replace(chain(work.si(8), work.si(9), app=app))
+            finally:
+                message = next_message()
+                deliver(work, 8, **message.headers, chain=message.payload[2]["chain"])
+
+    with queue_of(app) as next_message:
+        deliver(work, 7)
+        deliver(work, 9, **next_message().headers)
+    assert ran == [7, 8, 9]
+    assert not held_now()
 
 
 def test_unique_key_ends_though_the_end_of_its_run_is_interrupted(app: Celery) -> None:

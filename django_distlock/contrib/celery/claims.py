@@ -52,7 +52,7 @@ def reserve(
     terms: Terms,
     delay: float,
     unique_ttl: float | None,
-    instead_of: Record | None = None,
+    instead_of: Record | Grant | None = None,
 ) -> Claim:
     """Take a claim for a call that is about to be queued: by `publish`.
 

@@ -117,7 +117,7 @@ def _send_unique(
     lock = terms.unique_of(sending.call, task_id)
     assert lock is not None  # noqa: S101 - there is a unique key
     try:
-        claim = _reserve(sending, lock)
+        claim = _reserve(sending, lock, options)
     except LockNotAcquired as error:
         if sending.is_awaited:
             # Others wait for this very task: it is sent, and skipped when it comes.
@@ -148,9 +148,20 @@ def _send_unique(
     return result if later is None or sending.is_awaited else later
 
 
-def _reserve(sending: backlog.Sending, lock: JobLock) -> claims.Claim:
-    """Take a unique key, also from a call that will not run, because a later one has its place."""
+def _reserve(sending: backlog.Sending, lock: JobLock, options: Mapping[str, Any]) -> claims.Claim:
+    """Take a unique key, also from the run in whose place this call is sent.
+
+    Or from a call that will not run, because a later one has its place.
+    """
     reserve = partial(claims.reserve, lock, sending.terms, sending.delay, sending.unique_ttl)
+    run = run_of(traced(sending.task))
+    if options.get("replaced_task_nesting") and run is not None:
+        # The first task of a chain has not the id of the task that the chain replaces.
+        lease = run.unique
+        if lease is not None and lease.held and lease.key == lock.key:
+            lease._let_go()
+            run.unique = None
+            return reserve(instead_of=lease._holding.grant)
     try:
         return reserve()
     except LockNotAcquired:
