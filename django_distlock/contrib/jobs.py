@@ -84,7 +84,7 @@ class Queued:
         try:
             since, times = cast("Any", data)
             return cls(float(since), int(times))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise InvalidArgument(f"{shown(data)} does not tell how a job was queued.") from None
 
 

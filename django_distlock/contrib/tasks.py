@@ -83,8 +83,10 @@ def locked_task(
     """
     refuse_function(key, "locked_task")
     limits = limits_of(key, locks, options)
-    if key is None and locks is None:
-        raise InvalidArgument("locked_task takes a key, or several as locks=[…].")
+    if locks is None and not (isinstance(key, str) or callable(key)):
+        raise InvalidArgument(
+            f"locked_task takes a key, or several as locks=[…], not {shown(key)}."
+        )
     rules = Rules.of(
         on_conflict="retry" if on_conflict is None else on_conflict,
         on_unavailable=on_unavailable,

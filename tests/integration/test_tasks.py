@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import pickle
 import random
 import re
@@ -346,6 +347,7 @@ def test_arguments_that_cannot_be() -> None:
 
     bad: list[tuple[dict[str, Any], str]] = [
         ({}, "takes a key, or several"),
+        ({"key": 5}, "takes a key, or several as locks=.*, not 5"),
         ({"key": "k", "locks": ["k"]}, "not both"),
         ({"locks": []}, "list of keys and permits"),
         ({"locks": "k"}, "list of keys and permits"),
@@ -608,7 +610,7 @@ def test_what_cannot_be_decorated_is_refused(tasks: Tasks) -> None:
 
 def test_what_has_not_travelled(tasks: Tasks, key: str) -> None:
     """Arguments come from a queue: what is in there may be from anybody."""
-    for bad in ("x", [1], [1, "x"], None):
+    for bad in ("x", [1], [1, "x"], [0, math.inf], None):
         with pytest.raises(InvalidArgument, match="how a job was queued"):
             tasks.work(tasks.of(plain, backend="later").enqueue(key, _distlock=bad))
 
