@@ -31,11 +31,13 @@ class Broker:
         url: Its address.
         results: The address of a store for results.
         options: What its transport is told.
+        queues: Celery's settings of the queues there.
     """
 
     url: str
     results: str
     options: dict[str, Any] = field(default_factory=dict)
+    queues: dict[str, Any] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -44,6 +46,7 @@ class Broker:
             "broker_url": self.url,
             "broker_transport_options": self.options,
             "result_backend": self.results,
+            **self.queues,
         }
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from celery.app.defaults import NAMESPACES
+
+from django_distlock import distlock
+from tests.contract.locking import held_elsewhere
 
 from .brokers import Broker, folders_broker
 from .conftest import Fleet
@@ -56,3 +61,21 @@ def test_rabbitmq_carries_locked_tasks(rabbitmq: Broker, hire: Hire) -> None:
         assert [crew.outcome(each) for each in sent] == ["SUCCESS"] * 5
         assert len(crew.stage.told("ended")) == 5
         assert not crew.stage.told("overlapped")
+
+
+@pytest.mark.parametrize("store", ["default"])
+@pytest.mark.skipif(
+    "default_queue_type" not in NAMESPACES["task"],
+    reason="declared: Celery below 5.5 lets no broker delay messages",
+)
+def test_quorum_queue_carries_locked_tasks(rabbitmq: Broker, hire: Hire, key: str) -> None:
+    """There Celery lets RabbitMQ delay what is queued again, by a second at least."""
+    names = dict.fromkeys(("queue", "exchange", "routing_key"), key)
+    default = {"queue_type": "quorum", "exchange_type": "topic", **names}
+    queues = {f"task_default_{name}": value for name, value in default.items()}
+    queues["broker_native_delayed_delivery_queue_type"] = "classic"
+    with hire(replace(rabbitmq, queues=queues), queue=key) as crew:
+        with held_elsewhere(distlock(crew.key, backend=crew.store, ttl=60)):
+            result = crew.send("retry")
+            crew.until(lambda: crew.stage.told("refused"), "it is queued again")
+        assert crew.outcome(result) == "SUCCESS"

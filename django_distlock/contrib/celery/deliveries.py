@@ -206,7 +206,7 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
     pause = rules.pause(Queued(since, delivery.times), at)
     if pause is None:
         raise error
-    pause = _visible(delivery, max(pause, _STORED_WITHIN))
+    pause = _kept(delivery, max(pause, _STORED_WITHIN))
     waits = _note(delivery, rules, error, pause)
     _send(delivery, pause, {UNTIL: until, TIMES: delivery.times + 1, WAITS: waits})
     why = f"{error.key!r} is held"
@@ -227,7 +227,7 @@ def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired
     endless = replace(rules, max_wait=None, retry=replace(rules.retry, max_retries=None))
     pause = endless.pause(Queued(0.0, delivery.times), time.time()) or 0.0
     # Not at once: a run that goes on for an hour is asked for a hundred times and not for millions.
-    pause = _visible(delivery, max(pause, min(rules.retry.delay, 1.0) / 2))
+    pause = _kept(delivery, max(pause, min(rules.retry.delay, 1.0) / 2))
     extra = log_fields("queued_again", task=delivery.id, error=error)
     logger.info(
         "The task %s was redelivered and waits for its own run: %s", delivery.id, error, extra=extra
@@ -261,9 +261,14 @@ def _note(delivery: Delivery, rules: Rules, error: Refusal, pause: float) -> tup
     return waits
 
 
-def _visible(delivery: Delivery, pause: float) -> float:
-    """Return a pause that is over before the broker delivers the message a second time."""
-    options = delivery.task.app.conf.broker_transport_options or {}
+def _kept(delivery: Delivery, pause: float) -> float:
+    """Return a pause that the broker can keep, before it delivers the message a second time."""
+    app = delivery.task.app
+    # Beside a quorum queue it is RabbitMQ that waits, and Celery refuses less than a second.
+    arguments = [each.queue_arguments or {} for each in app.amqp.queues.values()]
+    if any(each.get("x-queue-type") == "quorum" for each in arguments):
+        pause = max(pause, 1.0)
+    options = app.conf.broker_transport_options or {}
     timeout = options.get("visibility_timeout")
     return pause if timeout is None else min(pause, float(timeout) / 2)
 
