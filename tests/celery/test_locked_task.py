@@ -1218,6 +1218,23 @@ def test_lease_of_the_sender_among_those_who_share_its_key(
         lease.release()
 
 
+def test_message_that_is_sent_again_has_not_been_dead(app: Celery) -> None:
+    """RabbitMQ throws a message away that says it has been in the queue that delays it."""
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task("{number}", on_conflict="retry")
+    def work(self: Any, number: int) -> None:
+        self.retry(countdown=3)
+
+    given = {"x-death": [{"queue": "celery_delayed_0"}], "x-first-death-queue": "", "x-trace": "7"}
+    with queue_of(app) as next_message:
+        deliver(work, 7, **given)
+        with hold("7"):
+            deliver(work, 7, **given)
+        for _ in range(2):
+            assert given.keys() & next_message().headers == {"x-trace"}
+
+
 def test_message_that_cannot_be_sent_again(app: Celery) -> None:
     """To be delivered again would not help: the task fails."""
 

@@ -51,6 +51,8 @@ _STORED_WITHIN: Final = 0.1
 OF: Final = "distlock_of"
 
 _OURS: Final = frozenset((UNTIL, TIMES, ATTEMPT, AGAIN, WAITS, "redelivered"))
+#: What RabbitMQ writes of a message that it delayed: sent again with that, it may be thrown away.
+_DEATHS: Final = ("x-death", "x-first-death-", "x-last-death-")
 
 
 class HandedBack(Reject, Ignore):  # type: ignore[misc]
@@ -184,7 +186,11 @@ def own_headers(headers: Mapping[str, Any] | None, task_id: str | None) -> dict[
 
 def kept_headers(request: Any) -> dict[str, Any]:
     """Return those that the next attempt takes along."""
-    return {name: value for name, value in headers_of(request).items() if name not in _OURS}
+    return {
+        name: value
+        for name, value in headers_of(request).items()
+        if name not in _OURS and not name.startswith(_DEATHS)
+    }
 
 
 def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
