@@ -73,12 +73,14 @@ class Run:
         unique: What keeps others like it from being queued, until its result is stored.
         comes_again: When the retry or replacement comes to which it leaves its unique key, which
             Celery may know or not: seconds, or a time; None: none was sent.
+        opened: What lives for as long as its unique key is renewed.
     """
 
     def __init__(self, terms: Terms, delivery: Delivery, body: Callable[[], Any]):
         self.unique: Lease | None = None
-        # It lasts as long as this run: Celery ignores what a signal raises in its receivers.
+        # What keeps its unique key: Celery ignores what a signal raises in its receivers.
         self._block = Block(None)
+        self.opened: list[object] = [None]
         self.has_begun = False
         self.comes_again: Any = None
         self._terms = terms
@@ -287,7 +289,7 @@ class Run:
         block = self._block
         block.enter(lease._holding.name)
         block.lease, block.release = lease, lease._release
-        block.watch(self)
+        self.opened[0] = block.watched()
         lease._holding.begin_block(heartbeat=lock.heartbeat, block=block)
         if binds:
             self._fence = lease.fence
@@ -485,7 +487,9 @@ def ended(task: Any = None, state: str | None = None, retval: Any = None, **_: A
     made = run_of(request)
     if isinstance(made, Run):
         request.distlock_run = None
-        made.end(state or "", retval)
+        # On the stack alone: a traceback keeps the run. Interrupted, this ends the unique key.
+        end: Callable[..., object] = made.end
+        (made.opened.pop(), end(state or "", retval))
         if made.has_keys:
             return
     is_rejected = state == states.REJECTED and not getattr(retval, "requeue", False)
