@@ -877,8 +877,8 @@ def test_outage_cuts_off_whatever_asks_the_store(locks: Locks) -> None:
     """Several keys at once too, and each hook that a backend may define."""
     ask_nobody = {
         "_alias_in_database", "_attempt_for", "_begin_in_child", "_cannot", "_clearer", "_freed",
-        "_give_back", "_is_elsewhere", "_keep_no_connections", "_name", "_of_each_holder", "_own_thread", "_place",
-        "_require", "_ttl",
+        "_give_back", "_is_elsewhere", "_keep_no_connections", "_name", "_of_each_holder",
+        "_own_thread", "_place", "_require", "_ttl",
     }  # fmt: skip
     hooks = {name for name in vars(BaseLockBackend) if name[0] == "_" != name[1]}
     assert set(OPERATIONS) == hooks - ask_nobody

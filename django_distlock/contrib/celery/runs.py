@@ -24,6 +24,7 @@ from ...locks.lease import Lease
 from ...locks.lock import Lock
 from ...locks.no_lease import tell_bypassed, tell_requeued
 from ...locks.policy import Refusal, attempt, skip, where_unavailable
+from ...process import deferred_release
 from ...process.host import is_gone
 from ..jobs import WAIT, JobLock, lock_set
 from . import backlog, calls, endings, failed, leftovers, queueing
@@ -287,7 +288,7 @@ class Run:
         """Hold the unique key until the result is stored."""
         lease = self.unique = queueing.take(lock, self._delivery)
         block = self._block
-        block.enter(lease._holding.name)
+        block.name, block.home = lease._holding.name, deferred_release.home()
         block.lease, block.release = lease, lease._release
         self.opened[0] = block.watched()
         lease._holding.begin_block(heartbeat=lock.heartbeat, block=block)
