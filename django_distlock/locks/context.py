@@ -198,6 +198,8 @@ def _successor(
         if not isinstance(answer, Grant):
             return None
         deadline = sent_at + kept.counted(answer.ttl)
+        if store.monotonic() >= deadline:
+            return None  # As a grant that came too late.
         # What this one has promised, its successor keeps. It has no window: see `adopt`.
         terms = replace(terms, holder=kept.terms.holder, permits=kept.terms.permits)
         lease = Lease(store, Granted(answer, deadline, kept.unheard), terms, block)
