@@ -113,10 +113,8 @@ AGREEMENT = {
 #: Where they meet faults of what is every store's, and of the one that they compare others with.
 MET_ON = {
     "all": "redis", "memory": "redis", "default": "postgres", "functions": "postgres",
-    "postgresql": "postgres",
+    "postgresql": "postgres", "wsgi": "postgres",
 }  # fmt: skip
-#: A server of pages has no locks.
-NO_AGREEMENT = ("wsgi",)
 
 
 @dataclass(frozen=True)
@@ -1202,7 +1200,8 @@ def judged_by_agreement() -> list[Mutant]:
     return [
         replace(each, backend=store, test=AGREEMENT.get(store, AGREEMENT["any"]), case="{backend}")
         for each in MUTANTS
-        if each.file.split("/")[1] in PROTOCOL and (store := met_on(each)) not in NO_AGREEMENT
+        for store in [met_on(each)]
+        if each.file.split("/")[1] in PROTOCOL
     ]
 
 

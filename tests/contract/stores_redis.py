@@ -131,6 +131,9 @@ class RedisStore(Store):
                 if token and self.backend.supports_token_lookup:
                     index = f"{start}:token:{token}" if start else f"token:{token}"
                     self.client.eval(script, 1, index, past)
+        for listing in self._found("*listing:{*}:listing"):
+            for name, _at in self.client.zscan_iter(listing, match=f"*{self.mark}*", count=1000):
+                self.client.zincrby(listing, f"-{past}", name)
 
     def _found(self, pattern: str) -> Iterator[str]:
         return cast(Iterator[str], self.client.scan_iter(match=pattern, count=1000))

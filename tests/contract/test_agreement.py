@@ -9,10 +9,12 @@ seed is one history: `DISTLOCK_TEST_SEED=7` repeats it alone.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import pickle
 import random
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,16 +23,22 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest.mock import DEFAULT, patch
+from urllib.parse import urlsplit
 
 import pytest
+from django.conf import settings
+from django.core import checks
 from django.db import connections, transaction
 from django.db.models.signals import post_save
-from django.test import override_settings
+from django.http import HttpResponse
+from django.test import RequestFactory, override_settings
 from django.views.debug import ExceptionReporter
 
 from django_distlock import (
     BackendUnavailable,
     FenceRejected,
+    InvalidLockBackend,
+    LockLost,
     LockNotAcquired,
     LockUsageError,
     conf,
@@ -39,20 +47,33 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.memory import MemoryBackend
+from django_distlock.core.durations import MAX_BOUND
 from django_distlock.core.fences import FENCE_MAX, clock_fence
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.pacing import SAFETY_SECONDS
 from django_distlock.core.records import UNKNOWN, Contended, Grant, KeysAsked, Record, Waits
+from django_distlock.database.sql import number
 from django_distlock.fencing import Fence
-from django_distlock.fencing.http import HEADER, BadFence, fence_header, read_fence_header
+from django_distlock.fencing.http import (
+    HEADER,
+    BadFence,
+    RequestFence,
+    fence_header,
+    fence_required,
+    read_fence_header,
+)
 from django_distlock.fencing.seen import FenceJump, see
 from django_distlock.handler import lock_backends
 from django_distlock.locks.policy import attempt
 from tests.drawn import MORE
+from tests.integration.wires import wire
+from tests.processes import spawn
 from tests.shop.models import Account, Entry, Savings, Shelf, Vault
 
+from .aliases import in_a_fork, outcome
 from .helpers import Later, at_once
 from .locking import eventually, receiving
 from .stores import Clock, DatabaseStore, Store
@@ -79,6 +100,19 @@ COPIES: list[Callable[[Any], Any]] = [
     lambda row: row, copy.copy, copy.deepcopy, lambda row: pickle.loads(pickle.dumps(row)),
 ]  # fmt: skip
 Pair = tuple[Grant, Grant]
+
+
+class Behind:
+    """Sends what is read to a replica that is behind, and the locks elsewhere."""
+
+    def __init__(self, using: str, replica: str):
+        self.using, self.replica = using, replica
+
+    def db_for_write(self, model: Any, **_: Any) -> str:
+        return self.replica if model._meta.app_label == "django_distlock" else self.using
+
+    def db_for_read(self, model: Any, **_: Any) -> str:
+        return self.replica
 
 
 class Place:
@@ -397,8 +431,11 @@ class History:
     def beside(self) -> None:
         kind, kinds = self.store.registered.store, [self.hold_all, self.line_of_waiters]
         kinds += [self.remake, self.send, self.spoil, self.nest, self.cut, self.interrupt]
-        kinds += [self.vault, self.relate, self.leave] * isinstance(self.store, DatabaseStore)
+        kinds += [self.mistake, self.cancel] + [self.fill] * self.store.backend.supports_sharing
+        kinds += [self.vault, self.relate, self.leave, self.route] * bool(self.using)
         kinds += [self.line_up] * self.locks_keys + [self.begin, self.move] * (kind == "postgresql")
+        kinds += [self.reconfigure, self.lose] * (kind == "redis")
+        kinds += [self.fork] * (kind == "sqlite")
         self.turns += 1
         turn = kinds[self.turns % len(kinds)]
         self.said.append(turn.__name__)
@@ -456,6 +493,11 @@ class History:
                     assert fence == FENCE_MAX
                 else:
                     assert highest == fence in (1, 3)
+        request: Any = RequestFactory().get("/")
+        request.fence = RequestFence(place.key, 3)
+        for wanted in (place.key, f"{place.key}."):
+            view = fence_required(key=lambda _request, key=wanted: key)(lambda _: HttpResponse())
+            assert view(request).status_code == (200 if wanted == place.key else 403)
 
     def spoil(self) -> None:
         """Write to a record by hand: the other one is listed as ever."""
@@ -527,12 +569,110 @@ class History:
             cursor.execute("ROLLBACK")
 
     def move(self) -> None:
-        """Let the caller look for tables elsewhere."""
-        self.store.ask("SET search_path = pg_temp")
-        place = self.fresh()
+        """Let the caller look elsewhere, where somebody plants operators, and locks numbers."""
+        place, schema, ask = self.fresh(), f"planted_{self.alias}_{self.turns}", self.store.ask
+        # What everybody can compute of a key, who does not know the secret.
+        for use in ("turn", "session"):
+            told = number(use, "%s", seed="''")
+            self.other.execute(f"SELECT pg_advisory_xact_lock({told})", self.store.name(place.key))
+        never, numbers = f"{schema}.never", "LEFTARG = bigint, RIGHTARG = bigint"
+        ask(f"CREATE SCHEMA {schema}")
+        what = "RETURNS bool LANGUAGE plpgsql AS 'BEGIN RAISE ''planted''; END'"
+        ask(f"CREATE FUNCTION {never}(bigint, bigint) {what}")
+        ask(f"CREATE OPERATOR {schema}.< ({numbers}, FUNCTION = {never})")
+        try:
+            for path in ("pg_temp", f"{schema}, pg_catalog"):
+                ask(f"SET search_path = {path}")
+                for token in (new_token(), new_token()):
+                    self.ask(place, "acquire", place.key, token, LATER)
+                self.ask(place, "release", place.grants[-1])
+        finally:
+            ask("RESET search_path")
+            ask(f"DROP SCHEMA {schema} CASCADE")
+            self.other.rollback()
+
+    def route(self) -> None:
+        """Have routers that answer otherwise: there is one lock, and one row that is written."""
+        place, replica = self.fresh(), "sqlite" if self.using == "default" else "default"
         self.ask(place, "acquire", place.key, new_token(), LATER)
-        self.ask(place, "release", place.grants[-1])
-        self.store.ask("RESET search_path")
+        made = Account.objects.using(self.using).create(name=place.key, value=self.made)
+        unnamed = replace(self.store.database.config, options={})
+        with override_settings(DATABASE_ROUTERS=[Behind(self.using, replica)]):
+            row = Account.objects.fenced(Fence(place.key, 1)).only("name").get(pk=made.pk)
+            assert row.value == self.made
+            with suppress(InvalidLockBackend):
+                taken = DatabaseBackend(unnamed).acquire(place.key, new_token(), SOON)
+                # The router sends those of other databases to the one that is asked without.
+                assert isinstance(taken, Contended) or replica == "default"
+
+    def fork(self) -> None:
+        """Fork amid what a thread writes to the file: each child finds it free."""
+        with spawn(f"{__name__}:forks", self.alias, self.fresh().key) as worker:
+            assert worker.result(60) == ["True"] * 10
+
+    def reconfigure(self) -> None:
+        """Change the settings under a lease: it is released, and no connection is left."""
+        key, name, given = self.fresh().key, new_token(), settings.DISTLOCK[self.alias]
+        options = {"url": f"{given['OPTIONS']['url']}?client_name={name}"}
+        with override_settings(DISTLOCK={self.alias: {**given, "OPTIONS": options}}):
+            lease = distlock(key, backend=self.alias, wait=0).acquire()
+        assert lease.release()
+        assert eventually(lambda: name not in str(self.store.client.client_list()), 10)
+
+    def lose(self) -> None:
+        """Lose the answer to a question: it was asked once, and nobody knows what became of it."""
+        url = urlsplit(settings.DISTLOCK[self.alias]["OPTIONS"]["url"])
+        with wire(server=(str(url.hostname), url.port or 0)) as line:
+            address = {"url": f"redis://127.0.0.1:{line.address['PORT']}{url.path}"}
+            behind = self.store.variant(address, fence_floor=self.floor)
+            warm, place = (Place(self.fresh().key, behind, self.plain[0].theirs) for _ in range(2))
+            for each in (warm, place):
+                self.ask(each, "acquire", each.key, new_token(), LATER)
+            self.ask(warm, "extend", warm.grants[0], LATER)
+            self.ask(warm, "release", warm.grants[0])
+            asked = self.chance.choice(["extend", "release"])
+            line.fate = "cut"
+            with pytest.raises(BackendUnavailable):
+                getattr(behind, asked)(place.grants[0][0])
+            getattr(place.theirs, asked)(place.grants[0][1])
+            place.mine = self.plain[0].mine
+            self.look(place)
+
+    def fill(self) -> None:
+        """Let one more ask for a share of a key than there are."""
+        place, permits = self.fresh(), self.chance.choice([2, 3])
+        for _ in range(permits + 1):
+            self.ask(place, "acquire", place.key, new_token(), LATER, permits=permits)
+
+    def mistake(self) -> None:
+        """Have an address in the settings where none belongs: no message tells its password."""
+        url = f"redis://ada:{(hidden := new_token())}@127.0.0.1:6379/1"
+        for _ in range(3):
+            given: dict[str, Any] = {**settings.DISTLOCK[self.alias], "OPTIONS": {"url": url}}
+            where = self.chance.choice(["BACKEND", "KEY_PREFIX", "TTL", "WAIT", "RETRY", "OPTIONS"])
+            with override_settings(DISTLOCK={"wrong": {**given, where: url}}):
+                assert hidden not in str(checks.run_checks(tags=["distlock"]))
+
+    def cancel(self) -> None:
+        """Lose the lease of a task, and cancel the task or not: who cancels is obeyed."""
+        place, is_cancelled = self.fresh(), self.chance.random() < 0.5
+        lock = distlock(place.key, backend=self.alias, ttl=LATER, wait=0)
+
+        async def work() -> None:
+            task: Any = asyncio.current_task()
+            async with lock as lease:
+                await asyncio.to_thread(place.mine.force_release, place.key)
+                try:
+                    with suppress(LockLost):
+                        await lease.aextend()
+                    await asyncio.sleep(60)
+                finally:
+                    if is_cancelled:
+                        task.cancel()
+                        await asyncio.sleep(60)
+
+        with pytest.raises(asyncio.CancelledError if is_cancelled else LockLost):
+            asyncio.run(work())
 
     def line_up(self) -> None:
         """Whoever waits for a key has locked those before it alone, however it names them."""
@@ -766,7 +906,7 @@ class History:
 
     def crossed(self, place: Place, stranger: Any) -> None:
         """Of an extend and an acquire that wait past the end of the lease, one wins at most."""
-        free, token = self.nearly_over(place), new_token()
+        free, token, began = self.nearly_over(place), new_token(), time.monotonic()
         stranger.hold(place.key)
         extend = Later(place.mine.extend, place.grants[-1][0], LATER)
         stranger.wait_until_blocked()
@@ -776,6 +916,8 @@ class History:
         stranger.rollback()
         extended, mine = extend.result(), acquire.result()
         assert not extended
+        # Where nobody has waited for longer than they may, somebody wins.
+        assert isinstance(mine, Grant) or time.monotonic() - began >= MAX_BOUND
         if isinstance(mine, Grant):
             self.granted(place, mine, place.theirs.acquire(place.key, token, LATER))
             self.ask(place, "release", place.grants[-1])
@@ -819,6 +961,22 @@ class History:
                 time.sleep(max(0.0, left) + 0.01)
 
         return free
+
+
+def forks(alias: str, key: str) -> list[str]:
+    """Fork while a thread writes; return what each child is told that takes a key of its own."""
+    ours, theirs = (distlock(f"{key}-{each}", backend=alias) for each in "ab")
+    ends = threading.Event()
+
+    def write() -> None:
+        while not ends.wait(0.001):
+            ours.acquire().release()
+
+    writing = Later(write)
+    told = [in_a_fork(lambda: {"": outcome(lambda: theirs.acquire().release())}) for _ in range(10)]
+    ends.set()
+    writing.result()
+    return [said[""] for said, _status in told]
 
 
 def run_each(begin: Callable[[int], Any]) -> None:
