@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import math
@@ -90,8 +91,9 @@ def simulated() -> Iterator[None]:
         patch.setattr(state, "alarms", _Alarms())
         patch.setattr(deferred_release, "managed_transactions", lambda _home: [])
         patch.setattr(deferred_release, "open_transactions", lambda _thread=None: [])
-        patch.setattr(checking, "current_holder", lambda _metadata=None: Holder(host="simulated"))
-        patch.setattr(transfer, "current_holder", lambda: Holder(host="simulated"))
+        patch.setattr(checking, "current_holder", _holder)
+        patch.setattr(transfer, "current_holder", _holder)
+        patch.setattr(attempts, "is_gone", _is_gone)
         patch.setattr(attempts, "new_token", _new_token)
         patch.setattr(transfer, "new_token", _new_token)
         patch.setattr(retry.Retry, "pauses", _pauses(retry.Retry.pauses))
@@ -105,6 +107,14 @@ def simulated() -> Iterator[None]:
 
 def _clock() -> float:
     return current_thread().process.clock()
+
+
+def _holder(_metadata: object = None) -> Holder:
+    return Holder(host="simulated", pid=current_thread().process.number)
+
+
+def _is_gone(holder: Holder) -> bool:
+    return current_thread().process.world.processes[holder.pid].is_dead
 
 
 def _new_token() -> Token:
@@ -245,6 +255,9 @@ class History:
             except EXPECTED as error:
                 self.world.say(f"{current_thread().name} {type(error).__name__} {error}")
                 self._count(error)
+        others = [each for of, each in self._threads if of is process]
+        others.remove(current_thread())
+        process.is_dead = self.plan.ends and all(each.greenlet.dead for each in others)
 
     def _count(self, error: Exception) -> None:
         kinds = {LockLost: "losses", LockNotAcquired: "refusals", BackendUnavailable: "outages"}
@@ -520,10 +533,14 @@ class History:
 def run(plan: Plan | int) -> tuple[History, Violation | None]:
     """Run the history of a plan, or of a seed; return it and what was wrong. In `simulated`."""
     history = History(plan_of(plan) if isinstance(plan, int) else plan)
+    # What is dropped in a history goes at once, and what others have left behind it.
+    gc.disable()
     try:
         history.run()
     except Violation as error:
         return history, error
+    finally:
+        gc.enable()
     return history, None
 
 

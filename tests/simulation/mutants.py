@@ -45,6 +45,7 @@ EXPRESSED = (
     "a lease that was dropped without release is renewed for ever",
     "a closed block is ended again",
     "a key stays taken by an acquire whose answer came late",
+    "the minimum holding time of a dead holder is cut short",
 )
 
 

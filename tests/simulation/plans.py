@@ -53,6 +53,7 @@ class Plan:
         floor: Whether fences follow the store's clock.
         silence: The same as `SILENCE` for who waits for a key, whose call has an end.
         part: The part of a ttl between two renewals.
+        ends: Whether a process ends with the last of its threads.
         stalls: How likely a thread stands still where it looks at a clock.
     """
 
@@ -65,6 +66,7 @@ class Plan:
     floor: bool = False
     silence: float = SILENCE
     part: float = 1 / 3
+    ends: bool = False
     stalls: float = 0.0
 
     @property
@@ -134,6 +136,7 @@ def plan_of(seed: int) -> Plan:
         floor=random.random() < 0.3 or any(each.kind == "lossy" for each in faults),
         silence=random.choice((SILENCE, SILENCE, 12.0)),
         part=random.choice((1 / 3, 1 / 3, 1 / 10)),
+        ends=random.random() < 0.4,
         stalls=random.choice((0.0, 0.0, 0.003)),
     )
 
@@ -163,6 +166,7 @@ def _steps(random: Random, keys: str, *, calm: bool) -> tuple[Step, ...]:
             how |= random.choice(
                 ({}, {}, {}, {"hold": True}, {"min_hold": 1.5}, {"max_lifetime": ttl * 1.5})
             )
+            how["steal_if_dead"] = random.random() < 0.5
             work = _work(random, ttl, calm=calm)
             if "max_lifetime" in how and not calm:
                 # Through the last renewals, which are cut short, and beyond by an extend.
