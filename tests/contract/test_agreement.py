@@ -431,7 +431,8 @@ class History:
     def beside(self) -> None:
         kind, kinds = self.store.registered.store, [self.hold_all, self.line_of_waiters]
         kinds += [self.remake, self.send, self.spoil, self.nest, self.cut, self.interrupt]
-        kinds += [self.mistake, self.cancel] + [self.fill] * self.store.backend.supports_sharing
+        kinds += [self.mistake, self.cancel, self.succeed]
+        kinds += [self.fill] * self.store.backend.supports_sharing
         kinds += [self.vault, self.relate, self.leave, self.route] * bool(self.using)
         kinds += [self.line_up] * self.locks_keys + [self.begin, self.move] * (kind == "postgresql")
         kinds += [self.reconfigure, self.lose] * (kind == "redis")
@@ -496,8 +497,12 @@ class History:
         request: Any = RequestFactory().get("/")
         request.fence = RequestFence(place.key, 3)
         for wanted in (place.key, f"{place.key}."):
-            view = fence_required(key=lambda _request, key=wanted: key)(lambda _: HttpResponse())
-            assert view(request).status_code == (200 if wanted == place.key else 403)
+
+            def view(_request: Any) -> HttpResponse:
+                return HttpResponse()
+
+            guarded = fence_required(key=lambda _request, key=wanted: key)(view)
+            assert guarded(request).status_code == (200 if wanted == place.key else 403)
 
     def spoil(self) -> None:
         """Write to a record by hand: the other one is listed as ever."""
@@ -639,10 +644,26 @@ class History:
             self.look(place)
 
     def fill(self) -> None:
-        """Let one more ask for a share of a key than there are."""
+        """Let one more ask for a share of a key than there are, also when all but one are over."""
         place, permits = self.fresh(), self.chance.choice([2, 3])
-        for _ in range(permits + 1):
-            self.ask(place, "acquire", place.key, new_token(), LATER, permits=permits)
+        for ttl in (SOON, LATER):
+            for _ in range(permits + 1):
+                self.ask(place, "acquire", place.key, new_token(), ttl, permits=permits)
+            self.ask(place, "extend", place.grants[-1], LATER)
+            self.elapse(STEP)
+
+    def succeed(self) -> None:
+        """Ask a holder to stop, and wait; another one follows in its place, or behind its end."""
+        for holder, is_over in ((0, False), (1, False), (1, True)):
+            place, token = self.fresh(), new_token()
+            self.ask(place, "acquire", place.key, token, SOON, HOLDERS[0])
+            self.ask(place, "request_stop", place.key)
+            self.ask(place, "acquire", place.key, new_token(), SOON, wanted=True)
+            if is_over:
+                self.elapse(STEP)
+            how = {"replace": token}
+            self.ask(place, "acquire", place.key, new_token(), LATER, HOLDERS[holder], **how)
+            self.look(place)
 
     def mistake(self) -> None:
         """Have an address in the settings where none belongs: no message tells its password."""
@@ -661,7 +682,7 @@ class History:
         async def work() -> None:
             task: Any = asyncio.current_task()
             async with lock as lease:
-                await asyncio.to_thread(place.mine.force_release, place.key)
+                Later(place.mine.force_release, place.key).result()
                 try:
                     with suppress(LockLost):
                         await lease.aextend()

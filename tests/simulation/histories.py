@@ -228,6 +228,7 @@ class History:
             blocks.every.clear()
             blocks._giving_up.clear()
             deadlocks.waits._all.clear()
+            deferred_release._waiting.forget()
 
     def _add_process(self, number: int) -> None:
         process = Process(self.world, number)
