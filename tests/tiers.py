@@ -109,7 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _wanted(config: pytest.Config) -> Tier:
     option = config.option
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    if named or option.keyword or option.markexpr or option.lf:
+    if named or option.keyword or option.markexpr or getattr(option, "lf", False):
         return "chosen"
     return "all" if option.all else "quick"
 
