@@ -835,7 +835,7 @@ MUTANTS = (
     Mutant(
         "a task that could not be sent keeps its key",
         "postgres", "django_distlock/contrib/celery/claims.py",
-        old=r"except BaseException:\n        give_back\(lock, grant\)",
+        old=r"except BaseException:\n        give_back\(claim.lock, claim.grant\)",
         new=r"except BaseException:",
         test="tests/celery/test_locked_task.py::test_sending_that_fails_gives_the_key_back",
         case="",
