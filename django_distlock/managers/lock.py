@@ -425,8 +425,12 @@ class HeldLockManager(StoreManager["HeldLock"]):
     def _mark_wanted(self, row: HeldLock, bound: float) -> HeldLock | None:
         """Ask for a wake-up at the end of a grant; return its row. None: it ended, or is marked."""
         with self._store.short_transaction(bound):
-            marked = self.filter(pk=row.pk, token=row.token, wanted=False).update(wanted=True)
-            return only(self.filter(pk=row.pk)) if marked else None
+            # Locked first: not every database bounds the wait of an UPDATE by less than a second.
+            rows = self.select_for_update().filter(pk=row.pk, token=row.token, wanted=False)
+            marked = only(rows)
+            if marked is not None:
+                self.filter(pk=row.pk).update(wanted=True)
+            return marked
 
     def _call_out(self, row: HeldLock) -> bool:
         """Call a key out if somebody waits for it; return whether so."""

@@ -86,6 +86,17 @@ def here(alias: str) -> str:
     return alias
 
 
+def is_mariadb(using: str) -> bool:
+    """Say whether what answers is MariaDB, and not MySQL."""
+    return bool(getattr(connections[using], "mysql_is_mariadb", False))
+
+
+def only_mariadb(using: str, what: str) -> None:
+    """Leave the test out where MySQL answers, which lacks this."""
+    if not is_mariadb(using):
+        pytest.skip(f"{DECLARED}MySQL has no {what}")
+
+
 def ask_mysql(statement: str, *arguments: Any, url: str = "", database: str = "") -> list[Any]:
     """Run a statement in a session of its own; give its rows.
 

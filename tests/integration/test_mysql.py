@@ -1,4 +1,4 @@
-"""What is peculiar to MariaDB: engines, character sets, gap locks, timeouts, sessions."""
+"""What is peculiar to MariaDB and MySQL: engines, character sets, gap locks, timeouts, sessions."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ from .databases import (
     errors_on,
     every_statement,
     here,
+    is_mariadb,
     lock_and_release,
     migrate,
+    only_mariadb,
     role,
 )
 from .projects import Project
@@ -65,7 +67,7 @@ ISOLATIONS: list[dict[str, str | None]] = [
     },
 ]
 # The server's numbers for what ends a wait.
-LOCK_WAIT_TIMEOUT, DEADLOCK, MAX_STATEMENT_TIME = 1205, 1213, 1969
+LOCK_WAIT_TIMEOUT, DEADLOCK, MAX_STATEMENT_TIME, MAX_EXECUTION_TIME = 1205, 1213, 1969, 3024
 NOT_PREPARED, TOO_MANY_PREPARED = 1243, 1461
 # MySQL's own, where a row is locked for which nobody wants to wait.
 NOWAIT = 3572
@@ -125,6 +127,8 @@ def stranger(store: DatabaseStore) -> MariaDB:
 @contextmanager
 def default_engine(using: str, engine: str) -> Iterator[str]:
     """Give an alias of the same database where tables get another engine by default."""
+    if engine == "Aria":
+        only_mariadb(using, engine)
     chosen = {"init_command": f"SET default_storage_engine = '{engine}'"}
     with alias_like(using, OPTIONS=chosen) as alias:
         ask(alias, "CREATE TABLE other (id integer)")
@@ -172,7 +176,7 @@ def test_tables_that_were_converted_are_reported(using: str) -> None:
         ids = [each.id for each in checks.run_checks(databases=[using])]
         assert "distlock.W104" not in ids
         ask(using, f"ALTER TABLE {FENCES} MODIFY storage_key varchar(200)")
-        ask(using, f"ALTER TABLE {FENCES} ENGINE = Aria")
+        ask(using, f"ALTER TABLE {FENCES} ENGINE = MyISAM")
         found = checks.run_checks(databases=[using])
         (message,) = [each for each in found if each.id == "distlock.W104"]
         assert FENCES in message.msg
@@ -191,7 +195,8 @@ def test_key_columns_compare_bytes_and_have_one_index(using: str) -> None:
         FENCES,
     )
     assert len(found) == 7
-    assert {collation for _table, _column, collation in found} == {"utf8mb4_nopad_bin"}
+    collation = "utf8mb4_nopad_bin" if is_mariadb(using) else "utf8mb4_0900_bin"
+    assert {row[2] for row in found} == {collation}
     indexed = ask(
         using,
         "SELECT table_name, column_name FROM information_schema.statistics"
@@ -333,15 +338,16 @@ def test_what_somebody_locks_is_busy(
     else:
         # For which the server by itself would wait a day.
         stranger.hold_table()
-    for bound, number in (
-        (1, LOCK_WAIT_TIMEOUT),
-        (0.2, MAX_STATEMENT_TIME),
-        (0, LOCK_WAIT_TIMEOUT),
-    ):
+    part, none = MAX_STATEMENT_TIME, LOCK_WAIT_TIMEOUT
+    if not is_mariadb(store.registered.using):
+        part = none = MAX_EXECUTION_TIME
+    elif operation in BLOCKS:
+        # A block waits for whole seconds, or not at all.
+        part = LOCK_WAIT_TIMEOUT
+    for bound, number in ((1, LOCK_WAIT_TIMEOUT), (0.2, part), (0, none)):
         with prompt(bound), errors_on(store.registered.using) as errors:
             assert is_busy(OPERATIONS[operation](backend, grant, bound)), bound
-        # A block waits for whole seconds, or not at all.
-        assert errors == {LOCK_WAIT_TIMEOUT if operation in BLOCKS else number}, bound
+        assert errors == {number}, bound
     stranger.rollback()
     assert held(backend, key) == before
     assert not is_busy(OPERATIONS[operation](backend, grant, 1))
@@ -353,7 +359,10 @@ def test_deadlock_is_busy(store: DatabaseStore, stranger: MariaDB, key: str) -> 
     old = take(backend, key, 5)
     store.elapse(6.1)
     # The server ends the one that has changed less.
-    stranger.execute("INSERT INTO shop_row (name, value) SELECT 'ballast', seq FROM seq_1_to_100")
+    stranger.execute(
+        "INSERT INTO shop_row (name, value) WITH RECURSIVE seq (n) AS"
+        " (SELECT 1 UNION ALL SELECT n + 1 FROM seq WHERE n < 100) SELECT 'ballast', n FROM seq"
+    )
     stranger.hold(key)
     seen: list[set[int]] = []
 
@@ -401,7 +410,7 @@ def answered_as_by_mysql(using: str) -> Iterator[list[str]]:
 
 def test_numbers_that_say_that_others_are_in_the_way() -> None:
     """Those of both servers, wherever Django has put the driver's error."""
-    in_the_way = [LOCK_WAIT_TIMEOUT, DEADLOCK, MAX_STATEMENT_TIME, NOWAIT]
+    in_the_way = [LOCK_WAIT_TIMEOUT, DEADLOCK, MAX_STATEMENT_TIME, MAX_EXECUTION_TIME, NOWAIT]
     duplicate, gone_away = 1062, 2006
     busy = []
     for number in (*in_the_way, duplicate, gone_away):
@@ -477,11 +486,12 @@ def test_isolation_of_the_alias_is_no_obstacle(
 ) -> None:
     """Whatever isolation the project has chosen, locks protect, and the session keeps it."""
     with alias_like(shared, OPTIONS=settings) as alias, locks_on(alias) as locks:
-        level = ask(alias, "SELECT @@tx_isolation")
-        assert level != [("READ-COMMITTED",)]
+        isolation = "SHOW SESSION VARIABLES LIKE 't%_isolation'"
+        level = ask(alias, isolation)
+        assert level[0][1] != "READ-COMMITTED"
         for where in ("outside", "inside"):
             exclude_each_other(alias, locks, f"{key}-{where}", where)
-        assert ask(alias, "SELECT @@tx_isolation") == level
+        assert ask(alias, isolation) == level
 
 
 # The caller's session
@@ -490,9 +500,10 @@ def test_isolation_of_the_alias_is_no_obstacle(
 @contextmanager
 def session_of_its_own(shared: str) -> Iterator[str]:
     """Give an alias whose session has settings of its own for all that locks have to do with."""
+    limit = "max_statement_time = 77.5" if is_mariadb(shared) else "max_execution_time = 77500"
     changed = (
         "SET SESSION innodb_lock_wait_timeout = 37, lock_wait_timeout = 4711,"
-        " max_statement_time = 77.5, time_zone = '+05:30', sql_mode = 'STRICT_ALL_TABLES'"
+        f" {limit}, time_zone = '+05:30', sql_mode = 'STRICT_ALL_TABLES'"
     )
     options = {**REPEATABLE_READ, "init_command": changed}
     with alias_like(shared, OPTIONS=options) as alias:
@@ -502,7 +513,7 @@ def session_of_its_own(shared: str) -> Iterator[str]:
 #: What changes by itself.
 VOLATILE = {
     "error_count", "identity", "insert_id", "last_gtid", "last_insert_id", "pseudo_slave_mode",
-    "rand_seed1", "rand_seed2", "timestamp", "warning_count",
+    "rand_seed1", "rand_seed2", "statement_id", "timestamp", "warning_count",
 }  # fmt: skip
 
 
@@ -614,6 +625,7 @@ def test_block_that_is_cut_off_behind_its_commit_has_no_answer(
     key: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Nobody is told that the key is contended, or lost, and nothing stays held."""
+    only_mariadb(here("mariadb"), "blocks")
     run, cuts = CompoundLockManager._run, iter(["SIGNAL SQLSTATE '70100' SET MYSQL_ERRNO = 1969;"])
 
     def cut(self: CompoundLockManager, block: Any, values: dict[str, Any], bound: float) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from typing import Any, ClassVar
 
@@ -22,11 +22,12 @@ from ..fields import from_microseconds, to_microseconds
 from .base import LOOK_SECONDS, Vendor
 
 #: The server's numbers for a statement that it has ended.
-INTERRUPTED, MAX_STATEMENT_TIME = 1317, 1969
+INTERRUPTED, MAX_STATEMENT_TIME, MAX_EXECUTION_TIME = 1317, 1969, 3024
 _BUSY = {
     1205,  # lock wait timeout, and NOWAIT on MariaDB
     1213,  # deadlock
-    MAX_STATEMENT_TIME,
+    MAX_STATEMENT_TIME,  # on MariaDB
+    MAX_EXECUTION_TIME,  # on MySQL
     3572,  # NOWAIT on MySQL
 }
 #: Seconds that a statement with a bound may take at least: it is cut off also while it works.
@@ -65,7 +66,7 @@ _CODES: Mapping[int, str] = {
     1862: "auth_failed",  # password expired, without a session
     1927: "service_unavailable",  # connection killed
     MAX_STATEMENT_TIME: "network_timeout",
-    3024: "network_timeout",  # max_execution_time
+    MAX_EXECUTION_TIME: "network_timeout",
     3572: "network_timeout",  # NOWAIT
     4031: "service_unavailable",  # disconnected for being idle
     4151: "auth_failed",  # account locked
@@ -101,7 +102,9 @@ class MySQL(Vendor):
 
     @contextmanager
     def short_transaction(self, bound: float, *, writes: bool = True) -> Iterator[None]:
-        with self._bounded(bound):
+        bounded = self.connection.execute_wrapper(_WithBound(bound, self._is_mariadb))
+        settings = nullcontext() if self._is_mariadb or not writes else self._session_bound(bound)
+        with settings, bounded:
             if not writes:
                 # Each statement sees what is committed, whatever the isolation level.
                 yield
@@ -184,29 +187,27 @@ class MySQL(Vendor):
     def _ask_within(self, bound: float, statement: str, name: str) -> Any:
         # Spelt out: the characters that the caller's session sends may not be all that a key has.
         statement %= f"_utf8mb4 0x{name.encode().hex()}"
-        if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
-            # Nothing is set on the caller's connection, which a signal could leave behind.
+        # Nothing is set on the caller's connection, which a signal could leave behind.
+        if self._is_mariadb:
             return self._ask(_with_bound(bound) + statement)
-        with self._session_bound(bound):
-            return self._ask(statement)
-
-    def _bounded(self, bound: float) -> AbstractContextManager[None]:
-        if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
-            return self.connection.execute_wrapper(_WithBound(bound))
-        return self._session_bound(bound)
+        return self._ask(_READS.sub(_with_hint(_limit(bound)), statement))
 
     @contextmanager
     def _session_bound(self, bound: float) -> Iterator[None]:
-        """Bound waits for whole seconds: MySQL knows no shorter ones."""
+        """Bound waits for whole seconds: MySQL knows no shorter ones where something is written."""
         before = self._ask("SELECT @@innodb_lock_wait_timeout, @@lock_wait_timeout")
         statement = "SET SESSION innodb_lock_wait_timeout = %s, SESSION lock_wait_timeout = %s"
-        self._ask(statement, [max(1, math.ceil(bound))] * 2)
         try:
+            self._ask(statement, [_seconds(bound)] * 2)
             yield
         finally:
             # A connection that broke has nothing to put back, and the first error tells more.
             with suppress(Error):
                 self._ask(statement, list(before))
+
+    @property
+    def _is_mariadb(self) -> bool:
+        return bool(self.connection.mysql_is_mariadb)  # type: ignore[attr-defined]
 
     def is_busy(self, error: BaseException) -> bool:
         return _number(error) in _BUSY
@@ -228,23 +229,41 @@ class MySQL(Vendor):
 
 
 #: Also behind a comment that a wrapper of the project's put in front, and in a union.
-_MAY_WAIT = re.compile(
-    r"(?:\s|\(|/\*.*?\*/)*(?:SELECT|INSERT|UPDATE|DELETE|COMMIT)\b", re.DOTALL | re.IGNORECASE
+_BEGINS = r"\A(?:\s|\(|/\*.*?\*/)*"
+_MAY_WAIT, _READS = (
+    re.compile(rf"{_BEGINS}(?:{which})\b", re.DOTALL | re.IGNORECASE)
+    for which in ("SELECT|INSERT|UPDATE|DELETE|COMMIT", "SELECT")
 )
 
 
 class _WithBound:
-    """Bound each statement by itself: MariaDB needs no setting that had to be put back."""
+    """Bound each statement by itself, without a setting that had to be put back."""
 
-    def __init__(self, bound: float):
-        self._prefix = _with_bound(bound)
+    def __init__(self, bound: float, is_mariadb: bool):
+        if is_mariadb:
+            self._which, self._bounded = _MAY_WAIT, rf"{_with_bound(bound)}\g<0>"
+            return
+        whole = _seconds(bound)
+        hint = _limit(bound) if bound < whole else f"SET_VAR(lock_wait_timeout={whole})"
+        self._which, self._bounded = _READS, _with_hint(hint)
 
     def __call__(
         self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any
     ) -> Any:
-        if _MAY_WAIT.match(sql):
-            sql = self._prefix + sql
-        return execute(sql, params, many, context)
+        return execute(self._which.sub(self._bounded, sql), params, many, context)
+
+
+def _seconds(bound: float) -> int:
+    return max(1, math.ceil(bound))
+
+
+def _limit(bound: float) -> str:
+    """Return MySQL's limit on a statement that only reads or locks; it ends also its waits."""
+    return f"MAX_EXECUTION_TIME({max(bound, SHORTEST) * 1000:.0f})"
+
+
+def _with_hint(hint: str) -> str:
+    return rf"\g<0> /*+ {hint} */"
 
 
 def _with_bound(bound: float) -> str:
