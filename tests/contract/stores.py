@@ -396,10 +396,14 @@ class Postgres(Session):
 
 
 _WAITING = re.compile(r"^LOCK WAIT .*\n.* thread id (\d+),", re.MULTILINE)
+_WAITING_ON_MYSQL = (
+    "SELECT t.processlist_id FROM performance_schema.data_lock_waits w"
+    " JOIN performance_schema.threads t ON t.thread_id = w.requesting_thread_id"
+)
 
 
 class MariaDB(Session):
-    """A session of MariaDB, and another one that locks tables: that would end a transaction."""
+    """A session of MariaDB or MySQL, and another one that locks tables: that would end a transaction."""
 
     share = "LOCK IN SHARE MODE"
 
@@ -438,8 +442,12 @@ class MariaDB(Session):
             "SELECT id, state FROM information_schema.processlist WHERE db = DATABASE()",
         )
         # Not from `innodb_trx`, which shows nothing new to those who ask ten times a second.
-        ((_, _, status),) = _rows(self._watch, "SHOW ENGINE INNODB STATUS")
-        waiting = {int(session) for session in _WAITING.findall(status)}
+        if connections[self.store.registered.using].mysql_is_mariadb:  # type: ignore[attr-defined]
+            ((_, _, status),) = _rows(self._watch, "SHOW ENGINE INNODB STATUS")
+            waiting = {int(session) for session in _WAITING.findall(status)}
+        else:
+            # Whose status leaves out what only shares a row.
+            waiting = {session for (session,) in _rows(self._watch, _WAITING_ON_MYSQL)}
         return [
             session
             for session, state in ours
