@@ -403,7 +403,7 @@ _WAITING_ON_MYSQL = (
 
 
 class MariaDB(Session):
-    """A session of MariaDB or MySQL, and another one that locks tables: that would end a transaction."""
+    """A session of MariaDB or MySQL, and one that locks tables: that would end a transaction."""
 
     share = "LOCK IN SHARE MODE"
 

@@ -10,7 +10,7 @@ from django.test import override_settings
 
 from django_distlock.fencing.operations import EnforceFence
 
-from .databases import Routed, ask, ask_mysql, role
+from .databases import Routed, ask, ask_mysql, is_mariadb, role
 from .enforcing import FUNCTION, TABLE, Bank, payment, set_fence, triggers, vendor
 
 
@@ -95,6 +95,8 @@ def test_odd_names_of_tables(empty: str) -> None:
     for table in ODD:
         if '"' in table and connections[empty].vendor != "mysql":
             continue  # Django does not quote this name.
+        if len(table) > 58 and connections[empty].vendor == "mysql" and not is_mariadb(empty):
+            continue  # MySQL finds no name for the column's own check.
         other = f"{table[:59]}y"
         bank = Bank(empty).migrate(payment(db_table=table), payment("Other", db_table=other))
         bank.migrate(EnforceFence("payment"), EnforceFence("other"))

@@ -23,7 +23,7 @@ from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import UNKNOWN, Contended, Grant
-from django_distlock.database.vendors.mysql import MySQL
+from django_distlock.database.vendors.mysql import MySQL, _WithBound
 from django_distlock.handler import lock_backends
 from django_distlock.locks.attempts import BUSY_SECONDS
 from django_distlock.managers.compound import CompoundLockManager, prepared_by
@@ -439,6 +439,36 @@ def test_server_that_takes_no_work_has_not_refused_a_statement(using: str) -> No
         codes[number] = refused.value.code
         ask(using, "DROP TRIGGER away")
     assert codes == away
+
+
+@pytest.mark.parametrize(
+    ("bound", "hint"),
+    [
+        (0, "MAX_EXECUTION_TIME(100)"),
+        (0.25, "MAX_EXECUTION_TIME(250)"),
+        (1, "SET_VAR(lock_wait_timeout=1)"),
+        (1.5, "MAX_EXECUTION_TIME(1500)"),
+    ],
+)
+def test_hint_bounds_what_reads_or_locks_on_mysql(bound: float, hint: str) -> None:
+    """It stands where the server looks for it; what writes or commits has none."""
+    sent: list[str] = []
+    for statement in (
+        "SELECT 1",
+        "(SELECT 1) UNION (SELECT 2)",
+        "/* SELECT of a wrapper */ select 1",
+        "INSERT INTO t SELECT 1",
+        "COMMIT",
+    ):
+        send = _WithBound(bound, is_mariadb=False)
+        send(lambda sql, *_more: sent.append(sql), statement, None, False, {})
+    assert sent == [
+        f"SELECT /*+ {hint} */ 1",
+        f"(SELECT /*+ {hint} */ 1) UNION (SELECT 2)",
+        f"/* SELECT of a wrapper */ select /*+ {hint} */ 1",
+        "INSERT INTO t SELECT 1",
+        "COMMIT",
+    ]
 
 
 def test_row_that_mysql_refuses_at_once_is_busy(orm_store: DatabaseStore, key: str) -> None:
