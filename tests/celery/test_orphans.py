@@ -175,11 +175,15 @@ def test_rabbitmq_tells_by_empty_queues(on_rabbitmq: Queue) -> None:
     on_rabbitmq.purge()
     assert on_rabbitmq.orphans(queue=[on_rabbitmq.key]) == {unique_key(on_rabbitmq.key)}
     name = "celery_delayed_3"
-    with on_rabbitmq.app.connection_for_write() as connection, connection.SimpleQueue(name) as it:
-        it.put("a task")
+    with on_rabbitmq.app.connection_for_write() as connection:
+        channel = connection.default_channel
+        # A worker beside quorum queues declares it in another way, in another test.
+        channel.queue_delete(name)
+        channel.queue_declare(name, auto_delete=False)
+        connection.Producer(channel).publish("a task", routing_key=name)
         with pytest.raises(CommandError, match=f"{name}.* has 1 message"):
             on_rabbitmq.run()
-        it.clear()
+        channel.queue_delete(name)
     assert on_rabbitmq.orphans() == {unique_key(on_rabbitmq.key)}
 
 
