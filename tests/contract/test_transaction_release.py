@@ -282,6 +282,28 @@ def test_second_block_in_the_transaction_goes_on_with_the_lease(
     assert grantable(lock)
 
 
+@pytest.mark.aliases("memory")
+def test_lease_whose_extend_is_heard_too_late_is_not_gone_on_with(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a grant that comes too late, it is none: the key is asked for."""
+    store, lock = lock_backends[registered.alias], lock_of(registered, key, ttl=2)
+    extend, clock = store._extend, store.monotonic
+
+    def heard_late(*args: Any, **how: Any) -> Any:
+        answer = extend(*args, **how)
+        monkeypatch.setattr(store, "monotonic", lambda: clock() + 3)
+        return answer
+
+    with transaction.atomic():
+        with lock as first:
+            pass
+        monkeypatch.setattr(store, "_extend", heard_late)
+        with lock as second:
+            assert second.held
+            assert second.fence > first.fence
+
+
 def test_lease_that_a_transaction_has_kept_waits_for_its_end_whoever_releases_it(
     lock: Lock, use: Callable[[Lock], Lease]
 ) -> None:
