@@ -11,7 +11,7 @@ _BOOT_CLOCK: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 #: Returns seconds that never go back and that count while the machine is suspended. Where a system
 #: has no such clock it is `time.monotonic`, and a lease may end in the store while the machine
 #: sleeps and its holder's clock stands.
-#: Either is wrapped: a library that freezes time in tests finds functions of `time` in any module.
+#: Both are wrapped: a library that freezes time in tests replaces functions of `time` anywhere.
 monotonic: Callable[[], float] = (
     partial(time.monotonic) if _BOOT_CLOCK is None else partial(time.clock_gettime, _BOOT_CLOCK)
 )

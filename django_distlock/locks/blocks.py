@@ -67,7 +67,7 @@ class Block:
         every[self] = workers.when_gone(sentinel, self._end)
 
     def watched(self) -> object:
-        """Return an object for as long as which the block is open."""
+        """Be open for as long as the object lives that is returned."""
         sentinel = functools.partial(bool)
         self.watch(sentinel)
         return sentinel

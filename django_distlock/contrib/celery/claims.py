@@ -35,7 +35,7 @@ from .terms import Terms
 logger = logging.getLogger("django_distlock")
 
 
-#: What gives claims back that a signal's exception takes from their senders, by token.
+#: By token: what gives a claim back whose sender was interrupted before the message was sent.
 _unsent: dict[str, Gone] = {}
 
 

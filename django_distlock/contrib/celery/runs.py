@@ -488,7 +488,8 @@ def ended(task: Any = None, state: str | None = None, retval: Any = None, **_: A
     made = run_of(request)
     if isinstance(made, Run):
         request.distlock_run = None
-        # On the stack alone: a traceback keeps the run. Interrupted, this ends the unique key.
+        # What keeps the unique key is on the stack alone, since a traceback keeps the run. If this
+        # is interrupted, it dies, and the key ends.
         end: Callable[..., object] = made.end
         (made.opened.pop(), end(state or "", retval))
         if made.has_keys:
