@@ -137,9 +137,11 @@ def adopt(store: BaseLockBackend, request: Request, terms: Terms, block: Block) 
         return None
     # Interrupted, it is left to the transactions again, also where a call asks.
     block.home = request.home
+    wait = math.inf if request.wait is None else request.wait
+    end = time.monotonic() + wait + budgets.PATIENCE
     adopted: Lease | None = None
     try:
-        adopted = _successor(waiting.owner, store, terms, request.wait, block)
+        adopted = _successor(waiting.owner, store, terms, wait, block, end)
     except LockError:
         waiting.give_back()
         block.adopting = None
@@ -147,7 +149,7 @@ def adopt(store: BaseLockBackend, request: Request, terms: Terms, block: Block) 
     if adopted is not None:
         waiting.settle()
     elif waiting.owner.lost_by == GONE:
-        waiting.end()
+        budgets.spend(end, waiting.end)
     else:
         waiting.give_back()
     block.adopting = None
@@ -179,19 +181,18 @@ def _end_adopted(adopting: Future[Lease | None], home: int) -> None:
 
 
 def _successor(
-    kept: Holding, store: BaseLockBackend, terms: Terms, wait: float | None, block: Block
+    kept: Holding, store: BaseLockBackend, terms: Terms, wait: float, block: Block, end: float
 ) -> Lease | None:
     with kept.mutex:
         if kept.given_up:
             return None
         sent_at = store.monotonic()
-        until = kept.deadline if wait is None else min(kept.deadline, sent_at + wait)
+        until = min(kept.deadline, sent_at + wait)
 
         def question(bound: float) -> Grant | Unknown | None:
             kept.shorten(store.monotonic() + kept.counted(terms.ttl))
             return ask_to_extend(kept, terms.ttl, bound)
 
-        end = time.monotonic() + (math.inf if wait is None else wait) + budgets.PATIENCE
         answer = budgets.spend(end, insist, store, question, until, terms.retry)
         if answer is None:
             kept.lost_by = GONE

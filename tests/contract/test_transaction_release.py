@@ -23,6 +23,7 @@ from django_distlock import (
     lock_backends,
     signals,
 )
+from django_distlock.core import budgets
 from django_distlock.core.records import UNKNOWN
 from django_distlock.process.deferred_release import waiting_release
 from tests.backends import Registered
@@ -356,6 +357,26 @@ def test_blocks_behind_a_lease_that_was_taken_away_go_on_with_the_next_one(
             with prompt(), lock as again:
                 assert (again.token, again.fence) == (second.token, second.fence)
     assert eventually(lambda: grantable(lock))
+
+
+def test_what_was_taken_away_is_ended_in_the_time_of_the_call(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a store that does not answer, `wait=0` and its five seconds are not exceeded by that."""
+    store, left = lock_backends[registered.alias], list[float]()
+    release = store.release
+
+    def measured(*args: Any, **how: Any) -> Any:
+        left.append(budgets.left())
+        return release(*args, **how)
+
+    lock = lock_of(registered, key, wait=0)
+    with transaction.atomic():
+        take_away(by_block(lock))
+        monkeypatch.setattr(store, "release", measured)
+        with lock:
+            assert left != []
+            assert max(left) <= budgets.PATIENCE
 
 
 def test_going_on_does_not_wait_for_the_garbage_collector(registered: Registered, key: str) -> None:
