@@ -768,7 +768,12 @@ class History:
 
     def lock(self) -> None:
         """Lock keys in a transaction; nobody else has those, and all that it was refused."""
-        places = sorted(self.chance.sample(self.plain, 2), key=lambda each: each.key)
+        places = self.chance.sample(self.plain, 2)
+        # What several hold is rare, and is neither free nor one holder's.
+        held = [each for each in self.plain if each.theirs.records.sharing(each.key)]
+        if held and places[0] not in held and self.chance.random() < 0.5:
+            places = [held[0], next(each for each in places if each is not held[0])]
+        places.sort(key=lambda each: each.key)
         shared = self.chance.random() < 0.4
         self.said.append(f"lock {[each.key for each in places]} {shared=}")
         expected = not any(self.keeps_out(each, shared) for each in places)
@@ -799,10 +804,13 @@ class History:
     def guard(self) -> None:
         """Guard a transaction by a lease that is the last of its key, and not over."""
         place = self.place(self.plain)
-        mine, theirs = self.chance.choice(place.grants or [(None, None)])
-        if mine is None or theirs is None or mine.shared:
+        if not place.grants:
             return
-        if is_over := self.chance.random() < 0.3:
+        # An earlier one is refused for its fence, whatever else is wrong with it.
+        mine, theirs = self.chance.choice([*place.grants, *place.grants[-1:] * 3])
+        if mine.shared:
+            return
+        if is_over := self.chance.random() < 0.5:
             mine = replace(mine, expires_at=mine.acquired_at - timedelta(seconds=1))
         counter = place.theirs.counter(place.key)
         expected = counter is not None and counter.fence == theirs.fence and not is_over
