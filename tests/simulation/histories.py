@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +57,7 @@ from .scheduler import (
     World,
     current_thread,
 )
-from .store import PREFIX, Client, Store
+from .store import PREFIX, TAKING, Client, Store
 
 #: Seconds after which nothing of a plan may go on any more.
 LIMIT = 400.0
@@ -89,10 +91,12 @@ def simulated() -> Iterator[None]:
         patch.setattr(state, "alarms", _Alarms())
         patch.setattr(deferred_release, "managed_transactions", lambda _home: [])
         patch.setattr(deferred_release, "open_transactions", lambda _thread=None: [])
-        patch.setattr(checking, "current_holder", lambda _metadata=None: Holder(host="simulated"))
-        patch.setattr(transfer, "current_holder", lambda: Holder(host="simulated"))
+        patch.setattr(transfer, "lock_backends", _OwnBackend())
+        patch.setattr(checking, "current_holder", _holder)
+        patch.setattr(transfer, "current_holder", _holder)
+        patch.setattr(attempts, "is_gone", _is_gone)
         patch.setattr(attempts, "new_token", _new_token)
-        patch.setattr(transfer, "new_token", _new_token)
+        patch.setattr(transfer, "new_token", partial(_new_token, TAKING))
         patch.setattr(retry.Retry, "pauses", _pauses(retry.Retry.pauses))
         level = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
@@ -106,8 +110,17 @@ def _clock() -> float:
     return current_thread().process.clock()
 
 
-def _new_token() -> Token:
-    return Token(f"{current_thread().process.world.random.getrandbits(128):022x}"[-22:])
+def _holder(_metadata: object = None) -> Holder:
+    return Holder(host="simulated", pid=current_thread().process.number)
+
+
+def _is_gone(holder: Holder) -> bool:
+    return current_thread().process.world.processes[holder.pid].is_dead
+
+
+def _new_token(begins: str = "") -> Token:
+    drawn = f"{current_thread().process.world.random.getrandbits(128):022x}"
+    return Token(begins + drawn[len(begins) - 22 :])
 
 
 def _pauses(original: Any) -> Any:
@@ -115,6 +128,13 @@ def _pauses(original: Any) -> Any:
         return original(self, current_thread().process.world.random.random)
 
     return pauses
+
+
+class _OwnBackend:
+    """What an alias stands for, which is the same one in all processes: each has its own client."""
+
+    def __getitem__(self, _alias: str) -> Client:
+        return current_thread().process.backend  # type: ignore[no-any-return]
 
 
 def _apart(work: Any) -> None:
@@ -159,12 +179,14 @@ class History:
     def __init__(self, plan: Plan):
         self.plan = plan
         self.world = World(plan.seed, LIMIT)
-        self.store = Store(self.world, plan.network, wakes=plan.wakes, floor=plan.floor)
+        self.store = Store(self.world, plan)
         self.held: list[Held] = []
         #: By token, what is known of each lease.
         self.leases: dict[str, Held] = {}
         self.texts: list[str] = []
         self.loaded: set[str] = set()
+        #: From when on leases are not renewed that nobody can release any more, by their tokens.
+        self.dropped: dict[str, float] = {}
         #: Tokens behind whose grant something happened that ends the promise of exclusion.
         self.excused: set[str] = set()
         self.counts = {"acquisitions": 0, "losses": 0, "refusals": 0, "outages": 0, "late": 0}
@@ -219,7 +241,9 @@ class History:
 
     def _add_process(self, number: int) -> None:
         process = Process(self.world, number)
-        config = BackendConfig(alias=f"{PREFIX}{number}", key_prefix=PREFIX)
+        config = BackendConfig(
+            alias=f"{PREFIX}{number}", key_prefix=PREFIX, heartbeat=self.plan.part
+        )
         process.backend = client = Client(config, process, self.store)
         client.before_asking = self._before_asking
         process.alarms = deadlines.Alarms()
@@ -233,12 +257,17 @@ class History:
     def _act(self, actor: Actor) -> None:
         process = self.world.processes[actor.process]
         for step in actor.steps:
+            waits = step[0] in ("block", "lease", "drop")
+            current_thread().began = self.world.now if waits else -1.0
             self.world.say(f"{current_thread().name} {step[0]} {step[1]}")
             try:
                 self._do(process, step)
             except EXPECTED as error:
                 self.world.say(f"{current_thread().name} {type(error).__name__} {error}")
                 self._count(error)
+        others = [each for of, each in self._threads if of is process]
+        others.remove(current_thread())
+        process.is_dead = self.plan.ends and all(each.greenlet.dead for each in others)
 
     def _count(self, error: Exception) -> None:
         kinds = {LockLost: "losses", LockNotAcquired: "refusals", BackendUnavailable: "outages"}
@@ -261,6 +290,8 @@ class History:
             self._keep_window(asked, lease)
         elif kind == "hand":
             self._hand_over(process, asked)
+        elif kind == "drop":
+            self._drop(asked)
         else:
             began, clean = self.world.now, not process.stood
             with self._timed(asked, process, began, clean=clean):
@@ -291,7 +322,7 @@ class History:
     def _timed(self, asked: Lock, process: Process, began: float, *, clean: bool) -> Iterator[None]:
         try:
             yield
-        except LockNotAcquired:
+        except (LockNotAcquired, BackendUnavailable):
             self._in_time(asked, process, began, clean=clean)
             raise
 
@@ -359,6 +390,18 @@ class History:
         self._work(process, lease, (("sleep", 0.1),))
         self.texts.append(lease.dump())
 
+    def _drop(self, asked: Lock) -> None:
+        """Let go of a lease, or leave a block as an exception does that comes amid its begin."""
+        if self.world.random.random() < 0.5:
+            token = asked.acquire(heartbeat=True).token
+            # A thread may still look at what acquired it.
+            self.dropped[token] = self.world.now + 1.0
+        else:
+            leave = asked.__exit__
+            token = asked.__enter__().token
+            self.dropped[token] = self.world.now
+            del leave
+
     def _track(self, process: Process, lease: Lease) -> Held:
         self.counts["acquisitions"] += lease.token not in self.leases
         held = Held(lease, process)
@@ -417,6 +460,8 @@ class History:
 
     def _check(self) -> None:
         """Look for two who work under one key, or for one whom the store does not keep it for."""
+        # What tells that a block is gone comes behind its end where somebody looks at all of them.
+        self._looked_at = [*blocks.every.values()]
         for process in self.world.processes:
             process.backend.see_fronts()
         seen: dict[str, Held] = {}
@@ -435,16 +480,25 @@ class History:
 
     def _before_asking(self, token: str, what: str) -> None:
         held = self.leases.get(token)
-        if held is not None and held.was_told:
+        # The thread of the heartbeat may have stood still since it has looked.
+        is_late = what == "renewal" and held is not None and held.process.stood
+        if held is not None and held.was_told and not is_late:
             raise Violation(f"{what} behind the told loss of {held.lease.key!r}")
+        if what != "renewal":
+            self.dropped.pop(token, None)  # Its thread has entered a block, which goes on with it.
+        elif (
+            self.world.now > self.dropped.get(token, math.inf)
+            and not current_thread().process.stood
+        ):
+            raise Violation("a lease is renewed that was dropped")
 
     def _look(self) -> None:
         """Look for waiters who sleep though their key is free."""
         world = self.world
         for key in "ab":
             name = world.processes[0].backend.queues.name_of(key)
-            waits = any(name in each.backend.queues for each in world.processes if each.runs)
-            if not (waits and self.store.is_free(name)):
+            sleeps = any(each.backend.sleeps_for(name) for each in world.processes if each.runs)
+            if not (sleeps and self.store.is_free(name)):
                 self._free_since[key] = world.now
             elif world.now - self._free_since.get(key, world.now) > self._patience:
                 raise Violation(f"somebody sleeps through the release of {key!r}")
@@ -478,6 +532,8 @@ class History:
                 raise Violation("a lease is renewed for nobody")
             if not process.is_dead and len(process.backend.queues):
                 raise Violation("somebody is left in a queue")
+            if not process.is_dead:
+                process.backend.check_end()
         if any(each.tells > 1 for each in self.leases.values()):
             raise Violation("a loss is told twice")
         now = self.store.server._now()
@@ -490,10 +546,14 @@ class History:
 def run(plan: Plan | int) -> tuple[History, Violation | None]:
     """Run the history of a plan, or of a seed; return it and what was wrong. In `simulated`."""
     history = History(plan_of(plan) if isinstance(plan, int) else plan)
+    # What is dropped in a history goes at once, and what others have left behind it.
+    gc.disable()
     try:
         history.run()
     except Violation as error:
         return history, error
+    finally:
+        gc.enable()
     return history, None
 
 

@@ -1,7 +1,7 @@
 """Which faults the histories find, and within how many seeds: `python -m tests.simulation.mutants`.
 
 Those of `tests.mutants` that the simulation can express, and others, in copies of the project. Each
-is found by a test of the contract, too.
+is found by the test that is named for it, too, which is mostly one of the contract.
 """
 
 from __future__ import annotations
@@ -35,6 +35,17 @@ EXPRESSED = (
     "a late answer of an acquire ends the minimum holding time",
     "a lease is handed over twice",
     "a loss is reported twice",
+    "each statement of a call gets the whole time limit of the call",
+    "noting a waiter costs it the rest of its waiting time",
+    "`now <= free_at` instead of `now < free_at`",
+    "renewals that fail are never given up",
+    "polling ignores how long the key has been held",
+    "a key is taken again at once, although others wait for it",
+    "a lease is renewed after its block was interrupted",
+    "a lease that was dropped without release is renewed for ever",
+    "a closed block is ended again",
+    "a key stays taken by an acquire whose answer came late",
+    "the minimum holding time of a dead holder is cut short",
 )
 
 

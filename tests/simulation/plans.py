@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from .store import Network
+from .store import SILENCE, Network
 
 #: What a thread does, one after the other: a word, and what belongs to it.
 Step = tuple[Any, ...]
@@ -51,6 +51,9 @@ class Plan:
         calm: Nothing goes wrong: then waiters must be quick.
         wakes: Whether the store calls out what became free.
         floor: Whether fences follow the store's clock.
+        silence: The same as `SILENCE` for who waits for a key, whose call has an end.
+        part: The part of a ttl between two renewals.
+        ends: Whether a process ends with the last of its threads.
         stalls: How likely a thread stands still where it looks at a clock.
     """
 
@@ -61,6 +64,9 @@ class Plan:
     calm: bool = False
     wakes: bool = True
     floor: bool = False
+    silence: float = SILENCE
+    part: float = 1 / 3
+    ends: bool = False
     stalls: float = 0.0
 
     @property
@@ -128,6 +134,9 @@ def plan_of(seed: int) -> Plan:
         faults=faults,
         network=Network(**likely),
         floor=random.random() < 0.3 or any(each.kind == "lossy" for each in faults),
+        silence=random.choice((SILENCE, SILENCE, 12.0)),
+        part=random.choice((1 / 3, 1 / 3, 1 / 10)),
+        ends=random.random() < 0.4,
         stalls=random.choice((0.0, 0.0, 0.003)),
     )
 
@@ -145,7 +154,7 @@ def _crowd(random: Random, seed: int) -> Plan:
 
 
 def _steps(random: Random, keys: str, *, calm: bool) -> tuple[Step, ...]:
-    kinds = ["block", "block", "block", "lease", "try", "sleep", "hand"]
+    kinds = ["block", "block", "block", "lease", "try", "sleep", "hand", "drop"]
     steps: list[Step] = []
     for _ in range(random.randint(1, 4)):
         kind, key = random.choice(kinds), random.choice(keys)
@@ -157,6 +166,7 @@ def _steps(random: Random, keys: str, *, calm: bool) -> tuple[Step, ...]:
             how |= random.choice(
                 ({}, {}, {}, {"hold": True}, {"min_hold": 1.5}, {"max_lifetime": ttl * 1.5})
             )
+            how["steal_if_dead"] = random.random() < 0.5
             work = _work(random, ttl, calm=calm)
             if "max_lifetime" in how and not calm:
                 # Through the last renewals, which are cut short, and beyond by an extend.
@@ -170,6 +180,8 @@ def _steps(random: Random, keys: str, *, calm: bool) -> tuple[Step, ...]:
             how = {"ttl": ttl, "wait": random.choice((0.5, 4.0, 15.0))}
             how |= random.choice(({}, {}, {"hold": True}))
             steps.append(("lease", key, how, _work(random, ttl, calm=calm)))
+        elif kind == "drop":
+            steps.append((kind, key, {"ttl": ttl, "wait": 4.0}, ()))
         else:
             lasts = 6.0 if kind == "hand" else ttl
             steps.append((kind, key, {"ttl": lasts, "wait": 0}, ()))

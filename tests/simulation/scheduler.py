@@ -14,8 +14,8 @@ from typing import Any
 import greenlet
 
 
-class Violation(Exception):
-    """Something happened that must never happen."""
+class Violation(BaseException):
+    """Something happened that must never happen. The package, which logs errors, catches none."""
 
 
 class Process:
@@ -184,6 +184,8 @@ class Thread:
         self.ticket, self.was_woken = 0, False
         #: When it last went on behind a while in which it did not look at anything.
         self.stalled_at = -1.0
+        #: When it began to wait for what it does now; -1: that waits for nothing.
+        self.began = -1.0
         self._target, self._args = target, args
         self._has_begun = False
         self.greenlet = _Greenlet(self._run, greenlet.getcurrent())
@@ -206,8 +208,10 @@ class Thread:
             self.greenlet.switch()
 
     def _run(self, *_: object) -> None:
+        # What has ended keeps nothing alive.
+        target, args = self.__dict__.pop("_target"), self.__dict__.pop("_args")
         try:
-            self._target(*self._args)
+            target(*args)
         except Violation:
             raise
         except Exception as error:
@@ -383,7 +387,11 @@ class Worker:
         # Outside of threads the history is over, and what it leaves is dropped.
         if strand is None or strand.process.world.is_over:
             return
+        if hasattr(work, "work"):
+            work = work.work
+            # It may do something else until then.
+            seconds = 0.3 if strand.process.world.random.random() < 0.2 else 0.0
         if seconds:
             Timer(seconds, self.put, (work,)).start()
         else:
-            Thread(getattr(work, "work", work), "worker").start()
+            Thread(work, "worker").start()

@@ -6,10 +6,11 @@ The store itself is the package's memory backend, on the store's own clock.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.memory import MemoryBackend
@@ -21,9 +22,14 @@ from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.records import UNKNOWN, Attempt, Contended, Grant, Record, Unknown
 from django_distlock.locks.attempts import PATIENCE, Attempts
 
-from .scheduler import Process, Violation, World, current_thread
+from .scheduler import Process, Thread, Violation, World, current_thread
+
+if TYPE_CHECKING:
+    from .plans import Plan
 
 PREFIX = "sim"
+#: What the tokens of those begin with who take over what is handed to them.
+TAKING = "t"
 #: Seconds beyond its bound for which a client waits for an answer.
 SILENCE = 2.0
 
@@ -71,8 +77,8 @@ class Store:
         ahead: By how much its clock was put ahead, in seconds.
     """
 
-    def __init__(self, world: World, network: Network, *, wakes: bool, floor: bool):
-        self.world, self.network, self.wakes = world, network, wakes
+    def __init__(self, world: World, plan: Plan):
+        self.world, self.plan, self.network, self.wakes = world, plan, plan.network, plan.wakes
         self.is_down, self.ahead = False, 0.0
         #: The highest fence of each key, and of whose grant.
         self.fences: dict[str, tuple[int, str]] = {}
@@ -81,7 +87,7 @@ class Store:
         #: Until when each key is kept behind a clean run.
         self.windows: dict[str, datetime] = {}
         config = BackendConfig(
-            alias="server", key_prefix=PREFIX, fence_floor="clock" if floor else None
+            alias="server", key_prefix=PREFIX, fence_floor="clock" if plan.floor else None
         )
         self.server = MemoryBackend(config, clock=lambda: world.now + self.ahead)
         self.server._epoch = datetime(2026, 1, 1, tzinfo=UTC)
@@ -134,6 +140,14 @@ class Store:
             self.server._shelf.live(name, now) or self.server._pause_of(name, now)
         )
 
+    def _see_end(self, name: str) -> None:
+        """See that a key is free from the end of its record on, and not before."""
+        record = self.server._shelf.records.get(name)
+        if record is not None and record.free_at is not None:
+            is_taken = self.server._read(name) is not None
+            if is_taken is not (self.server._now() < record.free_at):
+                raise Violation("a record ends at another time than its own")
+
     # What is asked
 
     def acquire(self, attempt: Attempt) -> Grant | Contended:
@@ -147,6 +161,10 @@ class Store:
                 raise Violation(f"fence {answer.fence} of {attempt.key} behind {last}")
             self.fences[attempt.key] = answer.fence, str(attempt.token)
             self.granted[str(attempt.token)] = attempt.key
+            free_at = self.server._shelf.records[attempt.name].free_at
+            assert free_at is not None
+            ends = (free_at - self.server._epoch).total_seconds() - self.ahead
+            self.world.at(ends, lambda: self._see_end(attempt.name))
         return answer
 
     def extend(self, name: str, grant: Grant, ttl: float | None) -> Grant | None:
@@ -192,6 +210,25 @@ class Client(BaseLockBackend):
         self._fronts: dict[str, tuple[Turn, float]] = {}
         #: Who has asked because the one in front was silent, and goes on asking.
         self._impatient: set[Turn] = set()
+        #: Of each token, how many renewals in a row had no answer.
+        self._failures: Counter[str] = Counter()
+        #: When it asked last for an acquire that had no answer, and for a release; and whose
+        #: release was answered.
+        self._unheard: dict[str, float] = {}
+        self._let_go: dict[str, float] = {}
+        self._gone: set[str] = set()
+        #: When somebody in front heard that a key was held, and for how long it had been.
+        self._heard: dict[str, tuple[float, float]] = {}
+        #: When a key was given up that others wait for, and by whom.
+        self._left: dict[str, tuple[float, Thread]] = {}
+        #: Who asked the last acquire, where its answer took long.
+        self._slow: Thread | None = None
+        #: For which keys a question is on its way.
+        self._asked: Counter[str] = Counter()
+
+    def sleeps_for(self, name: str) -> bool:
+        """Whether somebody waits for a key, and nobody asks for it now."""
+        return name in self.queues and not self._asked[name]
 
     def see_fronts(self) -> None:
         """Look at who is first in each queue."""
@@ -218,6 +255,25 @@ class Client(BaseLockBackend):
             if current_thread().stalled_at < since and leaves is None:
                 raise Violation(f"the front of the queue of {name} is overtaken")
             self._impatient.add(asks)
+
+    def _see_pace(self, attempt: Attempt) -> None:
+        """See that nobody asks too soon for what others wait for, or too late for what is quick."""
+        now, token = self.process.world.now, attempt.token
+        me = current_thread()
+        left, by = self._left.get(attempt.name, (-1.0, me))
+        is_behind = left <= me.began if by is me else left < me.began
+        if attempt.bound and is_behind and now < left + 0.029:
+            raise Violation(f"{attempt.key} is asked for again at once, although others wait")
+        heard, held_for = self._heard.pop(token, (now, 0.0))
+        is_calm = self.remote.plan.calm and not self.remote.wakes
+        if is_calm and now - heard > held_for + 0.1:
+            raise Violation(f"{attempt.key} was held for moments, and is not asked for in moments")
+
+    def check_end(self) -> None:
+        """See that what was not heard before its release may take nothing behind that."""
+        for token in self._gone & self._unheard.keys():
+            if self._let_go[token] < self._unheard[token] + 2.0:
+                raise Violation("what is granted behind the last release is never given back")
 
     @property
     def is_listening(self) -> bool:
@@ -249,7 +305,8 @@ class Client(BaseLockBackend):
         world.say(f"{me.name} asks {what}")
         is_cut = chance() < network.late
         is_cut_off = is_cut or self.remote.is_down
-        patience = 0.002 if is_cut_off else min(bound + SILENCE, budgets.left())
+        silence = self.remote.plan.silence if what.startswith("acquire") else SILENCE
+        patience = 0.002 if is_cut_off else min(bound + silence, budgets.left())
         # From here on nobody else runs until this thread waits for its answer.
         ticket = me.ticket + 1
         if is_cut:
@@ -269,9 +326,24 @@ class Client(BaseLockBackend):
         by = "" if attempt.replace is None else " for its own" * (attempt.replace == attempt.token)
         what = f"acquire {attempt.key} {attempt.token[:4]} {attempt.ttl}{by}"
         self._see_turn(attempt.name, attempt.token)
-        answer = self._ask(
-            what, attempt.bound, lambda: self.remote.acquire(attempt), Contended(busy=True)
-        )
+        self._see_pace(attempt)
+        began, token = self.process.world.now, attempt.token
+        before, self._unheard[token] = self._unheard.get(token, -math.inf), began
+        self._asked[attempt.name] += 1
+        try:
+            answer = self._ask(
+                what, attempt.bound, lambda: self.remote.acquire(attempt), Contended(busy=True)
+            )
+        finally:
+            self._asked[attempt.name] -= 1
+            # Who takes a handed-over lease does not wait, and measures nothing.
+            if not token.startswith(TAKING):
+                self._slow = current_thread() if self.process.world.now - began > 0.5 else None
+        self._unheard[token] = before
+        front = self.queues.front(attempt.name)
+        if answer.acquired_at and front is not None and _attempts_of(front)._token == token:
+            held_for = self.remote.server._now() - answer.acquired_at
+            self._heard[token] = self.process.world.now, held_for.total_seconds()
         is_own = self.remote.fences.get(attempt.key) == (answer.fence, str(attempt.token))
         # Who takes a lease over asks for the place of the one before, and of its own, in turn.
         is_own = is_own and attempt.replace in (None, attempt.token)
@@ -284,15 +356,24 @@ class Client(BaseLockBackend):
     def _extend(
         self, name: str, grant: Grant, ttl: float | None, *, bound: float
     ) -> Grant | Unknown | None:
+        self.before_asking(grant.token, f"extend {grant.key}")
+        return self._extend_asked(name, grant, ttl, bound)
+
+    def _extend_asked(
+        self, name: str, grant: Grant, ttl: float | None, bound: float
+    ) -> Grant | Unknown | None:
         what = f"extend {grant.key} {grant.token[:4]} {ttl}"
-        self.before_asking(grant.token, what)
-        return self._ask(  # type: ignore[no-any-return]
-            what, bound, lambda: self.remote.extend(name, grant, ttl), UNKNOWN
-        )
+        answer = self._ask(what, bound, lambda: self.remote.extend(name, grant, ttl), UNKNOWN)
+        if answer is not UNKNOWN:
+            self._failures[grant.token] = 0
+        return answer  # type: ignore[no-any-return]
 
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
         for _name, grant in named:
             self.before_asking(grant.token, "renewal")
+            if self._failures[grant.token] == 3:
+                raise Violation(f"{grant.key} is renewed behind three failures")
+            self._failures[grant.token] += 1
         said = [f"{grant.key} {grant.token[:4]} {grant.ttl}" for _name, grant in named]
         # The parts of a store may answer on their own, as the nodes of a cluster do.
         if len(named) > 1 and self.process.world.random.random() < 0.5:
@@ -302,13 +383,15 @@ class Client(BaseLockBackend):
             1.0,
             lambda: [self.remote.extend(name, grant, grant.ttl) for name, grant in named],
         )
+        for _name, grant in named:
+            self._failures[grant.token] = 0
         return answer  # type: ignore[no-any-return]
 
     def _parts(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
         found: list[Grant | Unknown | None] = []
         for name, grant in named:
             try:
-                found.append(self._extend(name, grant, grant.ttl, bound=0.0))
+                found.append(self._extend_asked(name, grant, grant.ttl, 0.0))
             except BackendUnavailable:
                 found.append(UNKNOWN)
         return found
@@ -317,12 +400,22 @@ class Client(BaseLockBackend):
         self, name: str, grant: Grant, held: float | None, *, bound: float
     ) -> bool | Unknown:
         what = f"release {grant.key} {grant.token[:4]}{'' if held is None else f' held {held:g}'}"
+        self._let_go[grant.token] = self.process.world.now
         answer = self._ask(
             what, bound, lambda: self.remote.release(name, grant, held), (UNKNOWN, False)
         )
+        if answer[0] is not UNKNOWN:
+            self._gone.add(grant.token)
         if answer[1]:
+            if name not in self.queues:
+                self._left[name] = self.process.world.now, current_thread()
             self.queues.note_wanted(name)
         return answer[0]  # type: ignore[no-any-return]
+
+    def _note_waiter(self, name: str, *_: Any) -> str:
+        if self._slow is current_thread() and not self.process.stood:
+            raise Violation("a waiter is noted on a slow store, and asks nothing else meanwhile")
+        return self._ask(f"note {name}", 0.0, lambda: "note")  # type: ignore[no-any-return]
 
     def _read(self, name: str) -> Record | None:
         return self._ask(f"read {name}", 0.0, lambda: self.remote.server._read(name))  # type: ignore[no-any-return]

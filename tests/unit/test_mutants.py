@@ -29,9 +29,11 @@ def test_faults_have_their_places() -> None:
     assert [each for each in (*MUTANTS, *FAULTS) if not has_its_place(each)] == []
 
 
-def test_faults_of_the_simulation_are_found_by_the_contract() -> None:
+def test_faults_of_the_simulation_are_found_by_named_tests() -> None:
     """Whatever histories find: each fault is found by two of the three."""
-    assert [each for each in FAULTS if not each.test.startswith("tests/contract/")] == []
+    named = {each.test for each in MUTANTS}
+    others = [each for each in FAULTS if each.test not in named]
+    assert [each for each in others if not each.test.startswith("tests/contract/")] == []
 
 
 def test_faults_of_the_histories_have_their_stores() -> None:
