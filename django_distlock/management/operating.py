@@ -6,8 +6,10 @@ import getpass
 import json
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
+from importlib import import_module
+from itertools import chain
 from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -18,21 +20,23 @@ from ..core.documents import plain
 from ..core.durations import seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ..core.holders import Session
-from ..core.wording import instant, span
+from ..core.wording import instant, printable, span
 from ..handler import lock_backends
-from ..inspection import Failure, HeldKey, State
+from ..inspection import Failure, HeldKey, LockPage, State, list_locks
 from ..process import event_log
 from ..process.host import current_holder
-from .printing import Printer
-from .reading import ReadingCommand, number_of
+from .reading import Printer, ReadingCommand, number_of
 from .statuses import UNAVAILABLE, USAGE
-from .tables import Cell, aligned
 
 T = TypeVar("T")
+#: A cell, and what colours it once it is as wide as its column.
+Cell = str | tuple[str, Callable[[str], str]]
 
 #: Seconds that a command waits at its end for its events to be written: they are the audit of
 #: what an operator did.
 AUDIT_SECONDS = 15
+#: Locks that are asked for at once.
+PAGE = 1000
 
 #: Of a table of held keys.
 HEADINGS = (
@@ -136,6 +140,64 @@ class OperatorCommand(ReadingCommand):
         return name.encode("utf-8", "replace").decode()
 
 
+def aligned(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    style: Callable[[str], str],
+    least: list[int] | None = None,
+) -> Iterator[str]:
+    """Yield the lines of a table, in columns as wide as what is in them.
+
+    Args:
+        least: How wide the columns are at least; becomes how wide they are.
+    """
+    table = [[_parts(cell) for cell in row] for row in rows]
+    head = [(heading, style) for heading in headings]
+    widths = [max(len(text) for text, _ in column) for column in zip(head, *table, strict=True)]
+    if least is not None:
+        widths = least[:] = [max(pair) for pair in zip(widths, least, strict=True)]
+    for row in (head, *table):
+        cells = [
+            colour(text.ljust(width)) for (text, colour), width in zip(row, widths, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _parts(cell: Cell) -> tuple[str, Callable[[str], str]]:
+    text, colour = (cell, str) if isinstance(cell, str) else cell
+    return printable(text), colour
+
+
+def every_page(cursor: str | None, **asked: Any) -> Iterator[LockPage]:
+    """Yield one page of `list_locks` after another, from a cursor to the end."""
+    while True:
+        page = list_locks(cursor=cursor, limit=PAGE, **asked)
+        yield page
+        if (cursor := page.cursor) is None:
+            return
+
+
+def stream_json(
+    out: Any, pages: Iterable[LockPage], failures: Iterable[Failure]
+) -> tuple[Failure, ...]:
+    """Print the document that one page would be, of one or many; return what could not be asked."""
+    failed, before = [*failures], "\n"
+    # Asked for first: what was asked wrongly is an error, and no beginning of a document.
+    coming = iter(pages)
+    first = next(coming)
+    out.write('{\n  "locks": [', ending="")
+    for page in chain((first,), coming):
+        failed += page.failures
+        cursor = page.cursor
+        if page.locks:
+            text = ",\n".join(f"    {json.dumps(each.as_json())}" for each in page.locks)
+            out.write(before + text, ending="")
+            before = ",\n"
+    rest = {"cursor": cursor, "failures": plain(failed)}
+    out.write("\n  ],\n" + json.dumps(rest, indent=2).removeprefix("{\n"))
+    return tuple(failed)
+
+
 def status_of(error: Exception) -> int:
     """Return the exit status for an error."""
     if isinstance(error, InvalidArgument):
@@ -226,6 +288,22 @@ def duration(text: str | timedelta) -> float:
         raise ArgumentTypeError(
             f"{text!r} is not a finite number of seconds of at least 0."
         ) from None
+
+
+def app_and(name: str) -> tuple[Any, Any]:
+    """Return a module of `contrib.celery`, and the app of the project; or refuse: there is none."""
+    try:
+        module = import_module(f"django_distlock.contrib.celery.{name}")
+        declaring = import_module("django_distlock.contrib.celery.declaring")
+    except ImportError as error:
+        raise LockUsageError(f"Celery cannot be imported: {error}") from error
+    app = declaring.app_of_project()
+    if app is None:
+        raise LockUsageError(
+            "No Celery app was found. Import it in the package of the settings, as the Celery"
+            " documentation for Django describes."
+        )
+    return module, app
 
 
 def named(session: Session) -> str:

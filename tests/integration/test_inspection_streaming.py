@@ -17,7 +17,7 @@ from django.test import override_settings
 from django_distlock import lock_backends
 from django_distlock.core.holders import Holder
 from django_distlock.inspection import HeldKey, list_locks
-from django_distlock.management import tables
+from django_distlock.management import operating as tables
 from django_distlock.models import HeldLock
 from tests.contract.helpers import take
 from tests.redis_servers import private_redis

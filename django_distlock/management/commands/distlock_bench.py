@@ -14,10 +14,9 @@ from ...core.errors import LockError, LockNotAcquired, LockUsageError
 from ...handler import lock_backends
 from ...inspection import Failure
 from ..bench import PARTS, Bench, Measured, Plan, Times
-from ..operating import OperatorCommand, add_backends
+from ..operating import Cell, OperatorCommand, add_backends
 from ..reading import between, up_to
 from ..statuses import BUSY, UNAVAILABLE, own_version, who_holds
-from ..tables import Cell
 
 #: The longest measurement, in seconds.
 _LONGEST = 600.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,14 +16,17 @@ from ...inspection import Failure, LockPage, list_locks, list_transactions
 from ...inspection.declared import DeclaredKey, list_declared
 from ..operating import (
     HEADINGS,
+    Cell,
     OperatorCommand,
     add_backends,
+    aligned,
     duration,
+    every_page,
     in_memory,
     named,
     raise_failed,
+    stream_json,
 )
-from ..tables import Cell, every_page, stream_json, stream_table
 
 _DECLARED: Final = ("KEY", "KIND", "MODE", "TTL", "WAIT", "ON CONFLICT", "BACKEND", "PLACE")
 _TRANSACTIONS: Final = ("BACKEND", "KEY", "MODE", "STATE", "FOR", "SESSION")
@@ -115,10 +118,13 @@ class Command(OperatorCommand):
         is_filtered = any(options[name] not in ("", None) for name in _FILTERS)
         none = "No lock matches." if is_filtered else "No locks are held."
         before = tuple(map(in_memory, apart)) if cursor is None else ()
-        pages = every_page(cursor, **asked)
+        pages: Iterable[LockPage] = every_page(cursor, **asked)
         if not options["all"]:
-            pages = iter([list_locks(cursor=cursor, limit=options["limit"], **asked)])
-        raise_failed(self._stream(pages, before, none=none, json=json), backend)
+            pages = [list_locks(cursor=cursor, limit=options["limit"], **asked)]
+        if json:
+            raise_failed(stream_json(self.stdout, pages, before), backend)
+        else:
+            raise_failed(self._stream_table(pages, before, none), backend)
 
     def _require_plain(self, what: str, given: dict[str, Any]) -> None:
         """Refuse arguments about held keys, and say what is wrong with them."""
@@ -155,16 +161,20 @@ class Command(OperatorCommand):
             self.print_failures(found.failures)
         raise_failed(found.failures, backends)
 
-    def _stream(
-        self, pages: Iterator[LockPage], before: tuple[Failure, ...], *, none: str, json: bool
-    ) -> tuple[Failure, ...]:
-        """Print every page as it comes; return what could not be asked."""
-        if json:
-            return stream_json(self.stdout, pages, before)
-        number, cursor, failed = stream_table(
-            self.stdout, HEADINGS, pages, self.row, self.style.MIGRATE_HEADING
-        )
-        failures = (*before, *failed)
+    def _stream_table(
+        self, pages: Iterable[LockPage], before: tuple[Failure, ...], none: str
+    ) -> list[Failure]:
+        """Print one table of pages, as they come; columns grow where a page has something wider."""
+        widths, number, cursor, failures = [0] * len(HEADINGS), 0, None, [*before]
+        for page in pages:
+            failures += page.failures
+            cursor = page.cursor
+            if page.locks:
+                rows = map(self.row, page.locks)
+                lines = aligned(HEADINGS, rows, self.style.MIGRATE_HEADING, widths)
+                # The headings stand above the first page alone.
+                self.stdout.write("\n".join(lines if not number else list(lines)[1:]))
+                number += len(page.locks)
         if not number and not failures:
             configured = any(True for _ in lock_backends)
             self.stdout.write(none if configured else "No lock backend is configured.")

@@ -13,8 +13,15 @@ from ...core.records import Record
 from ...core.wording import printable
 from ...inspection import Failure, HeldKey, Operation
 from ...inspection.journal import Order
-from ..celery import app_and
-from ..operating import OperatorCommand, add_backends, add_reason, ask_each, duration, raise_failed
+from ..operating import (
+    OperatorCommand,
+    add_backends,
+    add_reason,
+    app_and,
+    ask_each,
+    duration,
+    raise_failed,
+)
 from ..statuses import USAGE
 
 Found = list[tuple[BaseLockBackend, Record]]

@@ -14,10 +14,9 @@ from ...core.wording import printable
 from ...inspection import Failure, HeldKey, Operation, Outcome, force_release
 from ...inspection.journal import Order
 from ...inspection.showing import show_present
-from ..operating import OperatorCommand, add_reason, named, refuse_memory
+from ..operating import OperatorCommand, add_reason, every_page, named, refuse_memory
 from ..reading import add_backend
 from ..statuses import BUSY, UNAVAILABLE, USAGE
-from ..tables import every_page
 
 
 class Command(OperatorCommand):

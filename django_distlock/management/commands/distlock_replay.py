@@ -12,8 +12,7 @@ from ...core.errors import BackendUnavailable, LockError
 from ...core.wording import instant
 from ...inspection import Failure
 from ...models import FailedTask
-from ..celery import app_and
-from ..operating import OperatorCommand
+from ..operating import OperatorCommand, app_and
 from ..statuses import UNAVAILABLE, USAGE
 
 #: Stands for all that are listed.

@@ -12,9 +12,8 @@ from ...core.records import Waiting
 from ...core.wording import instant, printable, span
 from ...inspection import HeldKey, KeyView, show
 from ...models import LockEvent
-from ..operating import OperatorCommand, named, refuse_memory
+from ..operating import Cell, OperatorCommand, named, refuse_memory
 from ..reading import add_backend
-from ..tables import Cell
 
 
 class Command(OperatorCommand):

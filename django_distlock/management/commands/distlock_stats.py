@@ -10,8 +10,7 @@ from django.template.defaultfilters import filesizeformat
 from ...backends.counts import Count, Sizes
 from ...core.wording import instant
 from ...inspection import Failure, Statistics, statistics
-from ..operating import OperatorCommand, add_backends, ask_each, raise_failed
-from ..tables import Cell
+from ..operating import Cell, OperatorCommand, add_backends, ask_each, raise_failed
 
 
 class Command(OperatorCommand):
