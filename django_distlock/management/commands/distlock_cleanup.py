@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -79,18 +82,13 @@ class Command(OperatorCommand):
                 raise
             except (LockError, ImproperlyConfigured) as error:
                 failures.append(Failure.of(alias, error))
-        days = options["events_older_than"]
         removed: dict[str, Any] = {"responses": None, "events": None}
-        if days is None:
-            # Events are those of all backends.
-            days = EVENTS_KEPT / DAY if backend is None else _NEVER
-        others: dict[str, Callable[[], object]] = {
-            "responses": lambda: self._forget(backend, batch, quiet=json),
-            "events": lambda: self._prune(days, batch, quiet=json),
-        }
-        for name, remove in others.items():
+        days, everything = options["events_older_than"], backend is None
+        for name, remove in self._others(days, batch, everything=everything, quiet=json):
             try:
                 removed[name] = remove()
+            except (ImproperlyConfigured, LockUsageError):
+                continue  # Locks that are elsewhere need no database.
             except LockError as error:
                 failures.append(Failure.of(name, error))
         if json:
@@ -117,34 +115,33 @@ class Command(OperatorCommand):
         line.end(f"{counted(outcome.removed, 'record')} removed.")
         return outcome
 
-    def _forget(self, backend: str | None, batch: int, *, quiet: bool) -> int | None:
-        """Remove the responses whose time is over; None: they are to be kept, or none are."""
-        if backend is not None:
-            return None
+    def _others(
+        self, days: float | str | None, batch: int, *, everything: bool, quiet: bool
+    ) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Yield what removes responses and events, which are those of all backends."""
+        if everything:
+            yield "responses", partial(self._forget, batch, quiet=quiet)
+        if days is None and everything:
+            days = EVENTS_KEPT / DAY
+        if isinstance(days, float):
+            yield "events", partial(self._prune, days, batch, quiet=quiet)
+
+    def _forget(self, batch: int, *, quiet: bool) -> int:
         line = _Line(self, "responses", quiet=quiet)
-        try:
-            gone = prune_responses(batch=min(batch, MAX_BATCH), progress=line.progress)
-        except (ImproperlyConfigured, LockUsageError):
-            return None
+        gone = prune_responses(batch=min(batch, MAX_BATCH), progress=line.progress)
         if gone:
             line.end(f"{counted(gone, 'response')} removed.")
         return gone
 
-    def _prune(self, days: float | str, batch: int, *, quiet: bool) -> Pruned | None:
-        """Remove old events; None: they are to be kept, or none are."""
-        if isinstance(days, str):
-            return None
+    def _prune(self, days: float, batch: int, *, quiet: bool) -> Pruned:
         line = _Line(self, "events", quiet=quiet)
-        try:
-            pruned = prune_events(
-                older_than=days * DAY,
-                batch=min(batch, MAX_BATCH),
-                actor=self.actor(),
-                reason="distlock_cleanup",
-                progress=line.progress,
-            )
-        except (ImproperlyConfigured, LockUsageError):
-            return None  # Locks that are elsewhere need no database.
+        pruned = prune_events(
+            older_than=days * DAY,
+            batch=min(batch, MAX_BATCH),
+            actor=self.actor(),
+            reason="distlock_cleanup",
+            progress=line.progress,
+        )
         of_operators = f", {pruned.audit} of them operators' events" if pruned.audit else ""
         line.end(f"{counted(pruned.removed, 'event')} removed{of_operators}.")
         return pruned
