@@ -53,9 +53,11 @@ class Command(OperatorCommand):
         refuse_memory(backend)
         failures: list[Failure] = []
         found = _found(backend, options, failures)
-        if not json:
-            self._print_found(found)
-            if found and not dry_run and not options["force"]:
+        if not json and not found:
+            self.stdout.write("No locks match.")
+        elif not json:
+            self.print_locks(found)
+            if not dry_run and not options["force"]:
                 reason = self._confirmed(len(found), reason)
         outcomes: list[Outcome] = []
         is_silent = not dry_run and self._take(found, reason, outcomes, failures)
@@ -78,12 +80,6 @@ class Command(OperatorCommand):
             raise CommandError(failures[-1].message, returncode=UNAVAILABLE)
         if not dry_run:
             _end(outcomes, failures)
-
-    def _print_found(self, found: list[HeldKey]) -> None:
-        if found:
-            self.print_locks(found)
-        else:
-            self.stdout.write("No locks match.")
 
     def _confirmed(self, number: int, reason: str) -> str:
         """Ask, and return the reason; or end: the answer is not "yes", or there is no reason."""
@@ -108,7 +104,15 @@ class Command(OperatorCommand):
         """Take keys until the store does not answer; return whether that was so."""
         for each in found:
             try:
-                outcomes.append(self._take_one(each, reason))
+                # By its fence: whoever has it by now was not shown to anybody.
+                outcome = force_release(
+                    each.key,
+                    backend=each.backend,
+                    fence=each.fence,
+                    actor=self.actor(),
+                    reason=reason,
+                )
+                outcomes.append(outcome)
                 self.pace(len(outcomes))
             except InvalidArgument:
                 raise  # The reason: nothing was touched.
@@ -117,16 +121,6 @@ class Command(OperatorCommand):
                 if isinstance(error, BackendUnavailable):
                     return True
         return False
-
-    def _take_one(self, held: HeldKey, reason: str) -> Outcome:
-        return force_release(
-            held.key,
-            backend=held.backend,
-            # Whoever has it by now was not shown to anybody.
-            fence=held.fence,
-            actor=self.actor(),
-            reason=reason,
-        )
 
     def _print_outcomes(self, outcomes: list[Outcome]) -> None:
         for each in outcomes:
