@@ -33,14 +33,6 @@ class Step:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """Something that locks promise, and whether it was so."""
-
-    text: str
-    is_kept: bool
-
-
 def refuse_impossible(store: BaseLockBackend) -> None:
     """Refuse a backend on which there is nothing to see, before any process is started."""
     if not hasattr(signal, "SIGSTOP"):
@@ -59,11 +51,15 @@ def refuse_impossible(store: BaseLockBackend) -> None:
 
 
 class Drill:
-    """One drill, on a key of its own, with the steps and the promises that it has come to."""
+    """One drill, on a key of its own, with the steps that it has come to.
+
+    Attributes:
+        promises: What locks promise, and whether it was so.
+    """
 
     def __init__(self, store: BaseLockBackend, key: str, on_step: Callable[[Step], object]):
         self.steps: list[Step] = []
-        self.promises: list[Promise] = []
+        self.promises: dict[str, bool] = {}
         self._store = store
         self._key = key
         self._target = target_of(store, key)
@@ -81,10 +77,10 @@ class Drill:
             "backend": self._store.alias,
             "key": self._key,
             "ttl": TTL,
-            "passed": all(each.is_kept for each in self.promises),
+            "passed": all(self.promises.values()),
             "target": self.refused_by,
             "steps": [asdict(each) for each in self.steps],
-            "promises": [{"promise": each.text, "kept": each.is_kept} for each in self.promises],
+            "promises": [{"promise": text, "kept": kept} for text, kept in self.promises.items()],
         }
 
     def run(self) -> None:
@@ -117,43 +113,39 @@ class Drill:
             )
         longest = min(LIMIT, self._store.config.max_ttl)
         lock = distlock(self._key, ttl=longest, wait=LIMIT / 2, backend=self._store.alias)
+        granted = "the next holder is granted the lock after the lease has expired"
+        self.promises[granted] = False
         try:
             lease = lock.acquire()
         except LockNotAcquired as error:
             self._ours(None, str(error))
-            self._look(
-                "the next holder is granted the lock after the lease has expired", kept=False
-            )
             return None
         stack.callback(lease.release)
         self._ours(lease, "takes over")
-        self._look("the next holder is granted the lock after the lease has expired", kept=True)
-        self._look("and not before", kept=_is_behind(lease, before))
-        grows = late.fence is not None and late.fence < lease.fence
-        self._look("its fence is higher", kept=grows)
+        self.promises[granted] = True
+        self.promises["and not before"] = _is_behind(lease, before)
+        self.promises["its fence is higher"] = late.fence is not None and late.fence < lease.fence
         return lease
 
     def _write(self, lease: Lease) -> None:
+        said, is_written = f"writes to {self._target.name}", True
         try:
             self._target.write(lease)
         except FenceRejected as error:
-            self._ours(lease, str(error))
-            self._look("the new holder writes", kept=False)
-        else:
-            self._ours(lease, f"writes to {self._target.name}")
-            self._look("the new holder writes", kept=True)
+            said, is_written = str(error), False
+        self._ours(lease, said)
+        self.promises["the new holder writes"] = is_written
 
     def _judge(self, lease: Lease, said: dict[str, Any]) -> None:
         """Look at what has become of the late write, and of both leases."""
         stands = self._target.fence() == lease.fence
-        self._look("the stale write is refused", kept=said["step"] == "refused" and stands)
-        self._look("the lease of the stale holder is lost", kept=said["is_lost"])
         record = self._store.read(self._key)
         held = record is not None and record.fence == lease.fence and not lease.is_lost
-        self._look("the stale holder does not release the new holder's lock", kept=held)
-
-    def _look(self, promise: str, *, kept: bool) -> None:
-        self.promises.append(Promise(promise, kept))
+        self.promises |= {
+            "the stale write is refused": said["step"] == "refused" and stands,
+            "the lease of the stale holder is lost": said["is_lost"],
+            "the stale holder does not release the new holder's lock": held,
+        }
 
     def _of(self, late: Late, text: str) -> None:
         self._note("first", late.pid, late.fence, text)

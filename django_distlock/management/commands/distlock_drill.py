@@ -93,7 +93,7 @@ class Command(OperatorCommand):
             self.print_json(drill.as_json())
         else:
             self._conclude(drill, key)
-        broken = [each.text for each in drill.promises if not each.is_kept]
+        broken = [text for text, is_kept in drill.promises.items() if not is_kept]
         if broken:
             raise CommandError(f"A guarantee was broken: {'; '.join(broken)}.")
 
@@ -155,9 +155,9 @@ class Command(OperatorCommand):
 
     def _conclude(self, drill: Drill, key: str) -> None:
         self.stdout.write("")
-        for each in drill.promises:
-            word = self.style.SUCCESS("kept  ") if each.is_kept else self.style.ERROR("BROKEN")
-            self.stdout.write(f"{word}  {each.text}")
+        for text, is_kept in drill.promises.items():
+            word = self.style.SUCCESS("kept  ") if is_kept else self.style.ERROR("BROKEN")
+            self.stdout.write(f"{word}  {text}")
         self.stdout.write(f"\nStale writes are refused by: {drill.refused_by}.")
         self.stdout.write(
             f"Left in the store: the fence counter of {key!r} (counters are never deleted) and its"
