@@ -214,10 +214,8 @@ def ask_each(
     found: list[T] = []
     for alias in lock_backends if backends is None else dict.fromkeys(backends):
         try:
-            if lock_backends[alias].distributed:
-                found.append(ask(lock_backends[alias]))
-            else:
-                failures.append(in_memory(alias))
+            refuse_memory(alias)
+            found.append(ask(lock_backends[alias]))
         except (LockError, ImproperlyConfigured) as error:
             failures.append(Failure.of(alias, error))
     return found
@@ -226,16 +224,10 @@ def ask_each(
 def refuse_memory(alias: str) -> None:
     """Refuse a backend of which this process sees nothing: others keep its locks in memory."""
     if not lock_backends[alias].distributed:
-        raise LockUsageError(in_memory(alias).message)
-
-
-def in_memory(alias: str) -> Failure:
-    """Return why a backend in memory cannot be asked by a command."""
-    message = (
-        f"The lock backend {alias!r} keeps its locks in process memory. Other processes cannot see"
-        " them."
-    )
-    return Failure(backend=alias, code="unsupported", message=message)
+        raise LockUsageError(
+            f"The lock backend {alias!r} keeps its locks in process memory. Other processes cannot"
+            " see them."
+        )
 
 
 def raise_failed(failures: Iterable[Failure], asked: Collection[str] | None) -> None:

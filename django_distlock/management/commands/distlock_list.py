@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 
 from ...core.errors import InvalidArgument
@@ -20,9 +19,9 @@ from ..operating import (
     OperatorCommand,
     add_backends,
     aligned,
+    ask_each,
     duration,
     every_page,
-    in_memory,
     named,
     raise_failed,
     stream_json,
@@ -104,8 +103,10 @@ class Command(OperatorCommand):
             self._show_transactions(backend, json=json)
             return
         aliases = tuple(lock_backends) if backend is None else tuple(dict.fromkeys(backend))
+        failures: list[Failure] = []
+        ask_each(aliases, failures, lambda store: store)
         # Of one whose settings are wrong, the listing says so.
-        apart = [alias for alias in aliases if _is_in_memory(alias)]
+        apart = {each.backend: each for each in failures if each.code == "unsupported"}
         asked = {
             "backends": [alias for alias in aliases if alias not in apart],
             "prefix": options["prefix"],
@@ -117,7 +118,7 @@ class Command(OperatorCommand):
         }
         is_filtered = any(options[name] not in ("", None) for name in _FILTERS)
         none = "No lock matches." if is_filtered else "No locks are held."
-        before = tuple(map(in_memory, apart)) if cursor is None else ()
+        before = [*apart.values()] if cursor is None else []
         pages: Iterable[LockPage] = every_page(cursor, **asked)
         if not options["all"]:
             pages = [list_locks(cursor=cursor, limit=options["limit"], **asked)]
@@ -162,7 +163,7 @@ class Command(OperatorCommand):
         raise_failed(found.failures, backends)
 
     def _stream_table(
-        self, pages: Iterable[LockPage], before: tuple[Failure, ...], none: str
+        self, pages: Iterable[LockPage], before: list[Failure], none: str
     ) -> list[Failure]:
         """Print one table of pages, as they come; columns grow where a page has something wider."""
         widths, number, cursor, failures = [0] * len(HEADINGS), 0, None, [*before]
@@ -226,10 +227,3 @@ class Command(OperatorCommand):
 
 def _seconds(number: float | None, without: str) -> str:
     return without if number is None else span(number)
-
-
-def _is_in_memory(alias: str) -> bool:
-    try:
-        return not lock_backends[alias].distributed
-    except ImproperlyConfigured:
-        return False
