@@ -20,7 +20,7 @@ from django.utils.http import quote_etag
 from django.utils.translation import get_language
 from django.utils.translation import gettext as _
 
-from ..core.errors import InvalidArgument, LockError
+from ..core.errors import LockError
 from ..core.wording import printable
 from ..handler import lock_backends
 from ..inspection import Operation, may, show
@@ -89,14 +89,14 @@ class LockDashboard(ReadOnlyAdmin):
     def change_view(self, request: HttpRequest, object_id: str, *_: Any, **__: Any) -> HttpResponse:
         """Go to the page of a key, from the history of the admin."""
         self._require(request, Operation.VIEW)
-        return redirect(self._pages.key(_target(unquote(object_id))))
+        return redirect(self._pages.key(Target.of(unquote(object_id))))
 
     def key_view(self, request: HttpRequest) -> HttpResponse:
         """Show all that is known about a key."""
         self._require(request, Operation.VIEW)
         if request.GET.get("backend") == "":
             return self._find(request)
-        target = _target(request.GET.urlencode())
+        target = Target.of(request.GET.urlencode())
         context = {
             **self._context(request, printable(target.key)),
             "target": target,
@@ -114,7 +114,7 @@ class LockDashboard(ReadOnlyAdmin):
     def _find(self, request: HttpRequest) -> HttpResponse:
         """Go to the key of the only backend that has one; else say what each of them knows."""
         key = request.GET.get("key", "")
-        targets = [_target(Target(alias, key).text) for alias in lock_backends]
+        targets = [Target.of(Target(alias, key).text) for alias in lock_backends]
         pages = [(each, _looked_at(each, self._pages, tells_who=False)) for each in targets]
         found = [
             (self._pages.key(target), target, page)
@@ -201,17 +201,10 @@ class LockDashboard(ReadOnlyAdmin):
         return self._pages.locks
 
 
-def _target(text: str) -> Target:
-    try:
-        return Target.of(text)
-    except InvalidArgument:
-        raise Http404 from None
-
-
 def _chosen(request: HttpRequest, act: Act) -> list[Target]:
     """Return the keys that a form names, each once with all holders that were chosen of it."""
     found: dict[tuple[str, str], tuple[int, ...]] = {}
-    for each in map(_target, dict.fromkeys(request.POST.getlist("target"))):
+    for each in map(Target.of, dict.fromkeys(request.POST.getlist("target"))):
         fences = each.fences if act.is_about_holder else ()
         found[each.backend, each.key] = found.get((each.backend, each.key), ()) + fences
     return [Target(*names, fences) for names, fences in found.items()]

@@ -9,10 +9,10 @@ from urllib.parse import parse_qsl, urlencode
 from django.apps import apps
 from django.contrib.admin import AdminSite
 from django.contrib.admin.utils import quote
-from django.http import HttpRequest
+from django.http import Http404, HttpRequest
 from django.urls import NoReverseMatch, reverse
 
-from ..core.errors import InvalidArgument, LockError, shown
+from ..core.errors import LockError
 from ..core.keys import stored_key
 from ..core.wording import printable
 from ..handler import lock_backends
@@ -29,16 +29,16 @@ class Target:
 
     @classmethod
     def of(cls, text: str) -> Target:
-        """Read what a form sent; `InvalidArgument`: it names no legal key, or no backend."""
+        """Read what a form or an address says; `Http404`: it names no legal key, or no backend."""
         pairs = parse_qsl(text, keep_blank_values=True)
         fields = dict(pairs)
         try:
             fences = tuple(int(value) for name, value in pairs if name == "fence")
             found = cls(fields["backend"], stored_key(fields["key"]), fences)
         except (KeyError, ValueError, LockError):
-            raise InvalidArgument(f"{shown(text)} is not the key of a lock.") from None
+            raise Http404 from None
         if found.backend not in lock_backends:
-            raise InvalidArgument(f"There is no lock backend {shown(found.backend)}.")
+            raise Http404
         return found
 
     @property
