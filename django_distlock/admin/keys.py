@@ -43,12 +43,6 @@ class Release:
     holder: Holder
     fence: int | None
 
-    @classmethod
-    def of(cls, event: LockEvent, times: tuple[float, float]) -> Release:
-        """Read what an event says."""
-        held, waited = map(lasted, times)
-        return cls(event.at, held, waited, known_holder(event.holder), event.fence)
-
 
 @dataclass(frozen=True, slots=True)
 class KeyPage:
@@ -92,7 +86,10 @@ class KeyPage:
     @property
     def releases(self) -> list[Release]:
         """How it was held before, the last time first."""
-        return [Release.of(event, times) for event, times in self._releases()]
+        return [
+            Release(each.at, lasted(held), lasted(waited), known_holder(each.holder), each.fence)
+            for each, (held, waited) in self._releases()
+        ]
 
     @property
     def chart(self) -> Chart | None:

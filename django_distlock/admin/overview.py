@@ -82,14 +82,6 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A key whose record somebody has written to."""
-
-    failure: Failure
-    href: str
-
-
-@dataclass(frozen=True, slots=True)
 class Overview:
     """What is held, how much of everything there is, and what happened.
 
@@ -103,6 +95,7 @@ class Overview:
         outages: Backends that could not be asked.
         lost: Backends of Redis that have lost their data.
         unlisted: Backends that cannot list what they hold.
+        unreadable: Keys whose records somebody has written to, each with its page.
         transactions: What transactions keep, or wait for, the longest one first.
     """
 
@@ -117,7 +110,7 @@ class Overview:
     outages: tuple[Failure, ...]
     lost: tuple[str, ...]
     unlisted: tuple[Failure, ...]
-    unreadable: tuple[Unreadable, ...]
+    unreadable: tuple[tuple[Failure, str], ...]
     alone: tuple[str, ...]
     transactions: tuple[TransactionLock, ...]
 
@@ -151,7 +144,7 @@ class Overview:
             lost=tuple(_lost(failures)),
             unlisted=tuple(each for each in failures.values() if each not in outages),
             unreadable=tuple(
-                Unreadable(each, pages.key(Target(each.backend, each.key)))
+                (each, pages.key(Target(each.backend, each.key)))
                 for each in page.failures
                 if each.is_of_key
             ),
