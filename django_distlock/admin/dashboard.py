@@ -143,6 +143,7 @@ class LockDashboard(ReadOnlyAdmin):
             self.message_user(request, _("No key selected. Nothing was changed."), "warning")
             return redirect(back)
         form = act.form(request.POST if "confirmed" in request.POST else None)
+        form.fields["reason"].required = act.is_grave
         if form.is_valid():
             act_on(request, act, targets, form.arguments())
             return redirect(back)

@@ -40,14 +40,6 @@ class ReasonForm(forms.Form):
         return {"reason": self.cleaned_data["reason"]}
 
 
-class NeededReasonForm(ReasonForm):
-    """Why it is done, which cannot be left out."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.fields["reason"].required = True
-
-
 class WithinForm(ReasonForm):
     """How soon, and why."""
 
@@ -80,7 +72,7 @@ class Act:
         promise: What will happen, in a sentence or two.
         result: What was done, by the number of keys, or of holders.
         form: What has to be said before.
-        is_grave: Whether it takes something away.
+        is_grave: Whether it takes something away, which needs a reason.
         is_about_holder: Whether it is for the holder that was looked at, and for no later one.
     """
 
@@ -135,7 +127,7 @@ ACTS: Final = {
             ngettext_lazy(
                 "%(number)d lock force-released.", "%(number)d locks force-released.", "number"
             ),
-            NeededReasonForm,
+            ReasonForm,
             inspection.force_release,
             is_grave=True,
         ),
