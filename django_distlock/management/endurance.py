@@ -27,7 +27,7 @@ from ..core.clock import monotonic
 from ..core.errors import BackendUnavailable, FenceRejected, LockLost, LockNotAcquired
 from ..handler import lock_backends
 from ..locks.lock import distlock
-from .late import TTL, Other, Stuck, line_of
+from .drill import TTL, Other, Stuck, line_of
 from .statuses import own_version
 from .targets import RedisTarget, TableTarget, leave_nothing, target_of
 

@@ -11,7 +11,7 @@ import pytest
 from django.test import override_settings
 from redis import Redis
 
-from django_distlock.management.late import Late
+from django_distlock.management.drill import Late
 from django_distlock.models import FenceCounter, HeldLock, LockEvent, SeenFence
 from tests.contract.aliases import locks_on
 from tests.contract.locking import eventually

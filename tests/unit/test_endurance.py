@@ -9,8 +9,8 @@ import pytest
 
 from django_distlock.handler import lock_backends
 from django_distlock.management import endurance
+from django_distlock.management.drill import TTL
 from django_distlock.management.endurance import Endurance, Turn, violations
-from django_distlock.management.late import TTL
 
 
 def turn(fence: int, asked: float, granted: float, held: float, **more: Any) -> Turn:

@@ -16,9 +16,8 @@ from ...core.errors import InvalidArgument, LockUsageError
 from ...core.wording import printable
 from ...handler import lock_backends
 from .. import endurance
-from ..drill import Drill, Step, refuse_impossible
+from ..drill import Drill, Step, Stuck, be_late, refuse_impossible
 from ..endurance import PROCESSES, Endurance
-from ..late import Stuck, be_late
 from ..operating import OperatorCommand, refuse_memory
 from ..reading import add_backend, between
 from ..statuses import UNAVAILABLE, USAGE
