@@ -171,8 +171,7 @@ def pause(
     key = stored_key(key)
     end = _end_of_pause(until, store.clock())
     answer = store.pause(key, end, by=order.by)
-    result = Result.BUSY if isinstance(answer, Contended) else Result.DONE
-    return _about_pause(order, store, key, result, {"until": end.isoformat()})
+    return _about_pause(order, store, key, answer, {"until": end.isoformat()})
 
 
 def resume(key: str, *, backend: str = "default", actor: Any, reason: str = "") -> Outcome:
@@ -184,10 +183,7 @@ def resume(key: str, *, backend: str = "default", actor: Any, reason: str = "") 
     """
     order, store = Order(Operation.RESUME, actor, reason), lock_backends[backend]
     key = stored_key(key)
-    answer = store.pause(key, None)
-    if isinstance(answer, Contended):
-        return _about_pause(order, store, key, Result.BUSY)
-    return _about_pause(order, store, key, Result.DONE if answer else Result.NOTHING)
+    return _about_pause(order, store, key, store.pause(key, None))
 
 
 def cleanup(
@@ -221,13 +217,8 @@ def cleanup(
         if removed:
             details = {"removed": removed, "before": before.isoformat()}
             order.record(store, "", details=details)
-    return Outcome(
-        operation=order.operation,
-        backend=store.alias,
-        key="",
-        result=Result.DONE if removed else Result.NOTHING,
-        removed=removed,
-    )
+    outcome = _nothing(order, store, "", None)
+    return replace(outcome, result=Result.DONE, removed=removed) if removed else outcome
 
 
 def _on_holder(
@@ -252,15 +243,7 @@ def _on_holder(
         if isinstance(answer, Record):
             done = answer
             order.record(store, key, fence=done.fence, holder=done.holder, details=details)
-    fence = _fence(store, key)
-    outcome = Outcome(
-        operation=order.operation,
-        backend=store.alias,
-        key=key,
-        result=Result.NOTHING,
-        fence_before=fence,
-        fence_after=fence,
-    )
+    outcome = _nothing(order, store, key, _fence(store, key))
     if done is not None:
         held = HeldKey.of(store, done, now)
         return replace(outcome, result=Result.DONE, held=held, fence_before=done.fence)
@@ -274,21 +257,27 @@ def _about_pause(
     order: Order,
     store: BaseLockBackend,
     key: str,
-    result: Result,
+    answer: bool | Contended,
     details: dict[str, Any] | None = None,
 ) -> Outcome:
     """Say what became of a pause."""
-    fence = _fence(store, key)
-    if result is Result.DONE:
-        order.record(store, key, fence=fence, details=details)
+    outcome = _nothing(order, store, key, _fence(store, key))
+    if isinstance(answer, Contended):
+        return replace(outcome, result=Result.BUSY, sessions=_sessions(store, key))
+    if not answer:
+        return outcome
+    order.record(store, key, fence=outcome.fence_after, details=details)
+    return replace(outcome, result=Result.DONE)
+
+
+def _nothing(order: Order, store: BaseLockBackend, key: str, fence: int | None) -> Outcome:
     return Outcome(
         operation=order.operation,
         backend=store.alias,
         key=key,
-        result=result,
+        result=Result.NOTHING,
         fence_before=fence,
         fence_after=fence,
-        sessions=_sessions(store, key) if result is Result.BUSY else (),
     )
 
 
