@@ -1,4 +1,8 @@
-"""What an operator does to a key. Each is told and kept with who did it, and why."""
+"""What an operator does to a key. Each is told and kept with who did it, and why.
+
+`actor`, `reason` and `fence` are those of `force_release` in all of them; a reason that is not
+needed may be "".
+"""
 
 from __future__ import annotations
 
@@ -118,9 +122,6 @@ def expire_soon(
 
     Args:
         within: Seconds, or a `timedelta`.
-        fence: See `force_release`.
-        actor: See `force_release`.
-        reason: Why, in at most 200 characters.
 
     Raises:
         LockUsageError: The lease has no expiry, or those of this backend do not end at a time.
@@ -144,13 +145,7 @@ def expire_soon(
 def request_stop(
     key: str, *, backend: str = "default", fence: int | None = None, actor: Any, reason: str = ""
 ) -> Outcome:
-    """Request that the holder stops: it sees `stop_requested` at its next beat or extend.
-
-    Args:
-        fence: See `force_release`.
-        actor: See `force_release`.
-        reason: Why, in at most 200 characters.
-    """
+    """Request that the holder stops: it sees `stop_requested` at its next beat or extend."""
     order = Order(Operation.REQUEST_STOP, actor, reason)
     return _on_holder(
         order, backend, key, fence, lambda store, seen: store.request_stop(key, fence=seen)
@@ -164,8 +159,6 @@ def pause(
 
     Args:
         until: An aware datetime, or seconds (or a `timedelta`) from now, by the store's clock.
-        actor: See `force_release`.
-        reason: Why, in at most 200 characters.
     """
     order, store = Order(Operation.PAUSE, actor, reason), lock_backends[backend]
     key = stored_key(key)
@@ -175,12 +168,7 @@ def pause(
 
 
 def resume(key: str, *, backend: str = "default", actor: Any, reason: str = "") -> Outcome:
-    """End the pause of a key. `Result.NOTHING`: it was not paused.
-
-    Args:
-        actor: See `force_release`.
-        reason: Why, in at most 200 characters.
-    """
+    """End the pause of a key. `Result.NOTHING`: it was not paused."""
     order, store = Order(Operation.RESUME, actor, reason), lock_backends[backend]
     key = stored_key(key)
     return _about_pause(order, store, key, store.pause(key, None))
@@ -200,8 +188,6 @@ def cleanup(
     Args:
         older_than: Only of those that were over so many seconds ago, by the store's clock.
         batch: How many go in one transaction, from 1 to 100 000.
-        actor: See `force_release`.
-        reason: Why, in at most 200 characters.
         progress: Told behind each batch how many are gone.
     """
     order, store = Order(Operation.CLEANUP, actor, reason), lock_backends[backend]

@@ -68,8 +68,7 @@ def prune_events(
     Args:
         older_than: Only events that are older, by this host's clock, as they are written.
         batch: How many go in one transaction, from 1 to 10 000.
-        actor: See `force_release`.
-        reason: Why, in at most 200 characters.
+        actor: See `force_release`, as for `reason`, which may be "".
         progress: Told behind each batch how many are gone.
 
     Raises:
