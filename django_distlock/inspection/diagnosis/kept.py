@@ -67,7 +67,9 @@ def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
 
         store._ask(note_waiters, writes=False, long=True)
     elif is_redis(store):
-        _note_waiters(notes, _waiting_in_redis(store), limit, is_dead)
+        waited = _keys_with(store, "waiters")
+        waiting = ((key, [each.holder for each in store.waiters.of(key)]) for key in waited)
+        _note_waiters(notes, waiting, limit, is_dead)
     _note_pauses(store, notes, limit)
 
 
@@ -286,9 +288,7 @@ def _note_waiters(
         dead[key] += sum(map(is_dead, holders))
     dead = +dead
     if late or dead:
-        some = _Some()
-        for key in dead:
-            some.add(key)
+        some = _Some(len(dead), dict.fromkeys(list(dead)[:NAMED], ""))
         of_dead = f", {dead.total()} of processes of this host that have ended: {some}"
         notes.find(
             "D002",
@@ -320,12 +320,6 @@ def _waiting_in(store: DatabaseBackend, on: str) -> Iterator[tuple[str, list[Hol
     while found := list(rows.filter(pk__gt=last).values_list("pk", "storage_key", "holder")[:PAGE]):
         yield from ((name[prefix:], [known_holder(holder)]) for _pk, name, holder in found)
         last = found[-1][0]
-
-
-def _waiting_in_redis(store: RedisBackend) -> Iterator[tuple[str, list[Holder]]]:
-    """Yield the keys that somebody waits for, and who."""
-    for key in _keys_with(store, "waiters"):
-        yield key, [each.holder for each in store.waiters.of(key)]
 
 
 def _keys_with(store: RedisBackend, role: str) -> Iterator[str]:
