@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import keyword
 import sys
 from collections.abc import Mapping
@@ -178,21 +177,13 @@ def key_of(template: str, options: Mapping[str, Any]) -> str:
         InvalidArgument: The template is malformed, or names what is no option; or an option has
             no canonical text.
     """
-
-    def taking(**_: Any) -> None:
-        """Stand for a function that takes the options by name."""
-
-    names = [name for name in options if name.isidentifier() and not keyword.iskeyword(name)]
-    if unknown := [root for root in roots(template) if root not in names]:
+    asked = roots(template)
+    if unknown := [root for root in asked if root not in options or keyword.iskeyword(root)]:
         raise InvalidArgument(
             f"The key template {template!r} names {unknown[0]!r}, which is not an option of this"
             " command: declare it in add_arguments()."
         )
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    taking.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return KeyTemplate.for_function(template, taking).render(
-        (), {name: options[name] for name in names}
-    )
+    return KeyTemplate.for_keywords(template).render((), options)
 
 
 def wait_option(text: str | timedelta) -> float | None:
