@@ -253,9 +253,6 @@ def _busy(outcome: Outcome) -> str:
     return text % {"key": printable(outcome.key), "sessions": sessions}
 
 
-# To remove the records of leases that are over
-
-
 class CleanupForm(ReasonForm):
     """Where, of what age, and why."""
 

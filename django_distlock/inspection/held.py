@@ -149,9 +149,6 @@ class HeldKey:
         }
 
 
-# What stands for a key or a token where it must not be shown
-
-
 def hashed(value: str) -> str:
     """Return 24 lower-case hex digits: HMAC-SHA256 with the project's secret.
 

@@ -175,9 +175,6 @@ def _is_behind(lease: Lease, before: Record | None) -> bool:
     return before is None or before.free_at is None or before.free_at <= lease.acquired_at
 
 
-# The other processes: they hold a lock, are stopped under it, and write too late.
-
-
 class Stuck(Exception):
     """The other process did not do what it was to do; `status`: its end, None: it was ended."""
 

@@ -138,9 +138,6 @@ def _note_speed(notes: Notes, median: float) -> None:
     )
 
 
-# Clocks
-
-
 def _note_clocks(store: BaseLockBackend, notes: Notes) -> None:
     if store.time_authority == "client":
         notes.skip("clock", "leases expire by this host's own clock")
@@ -185,9 +182,6 @@ def _listed(offsets: Mapping[str, Offset]) -> str:
     return ", ".join(f"{server}{offset}" for server, offset in offsets.items())
 
 
-# Writing
-
-
 def _note_writing(store: BaseLockBackend, notes: Notes, *, writes: bool) -> bool:
     """Take a lock and give it back; return whether that worked, or was not tried."""
     if not writes:
@@ -215,9 +209,6 @@ def _locked(store: BaseLockBackend) -> str:
         return f"answers; the key {KEY!r} is held, so no lock was acquired for this test"
     store.release(answer)
     return ""
-
-
-# Wake-ups and connections
 
 
 def _note_wake_ups(store: BaseLockBackend, notes: Notes) -> None:

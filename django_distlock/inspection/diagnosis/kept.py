@@ -73,9 +73,6 @@ def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
     _note_pauses(store, notes, limit)
 
 
-# Locks: whose holders are gone, and whose fences are wrong
-
-
 class _Trouble(NamedTuple):
     """What is said of locks with which something is wrong."""
 
@@ -241,10 +238,8 @@ def _troubles(
         yield _HIGHER, f"held with {record.fence}, counter at {fence}"
 
 
-# Leases that nobody gave back. Redis removes their records by itself.
-
-
 def _note_over(store: DatabaseBackend, on: str, notes: Notes) -> None:
+    """Note leases that nobody gave back. Redis removes their records by itself."""
     now = vendors.of(on).now()
     # What is kept behind its run has ended as it was to.
     rows = store._own_rows(HeldLock, on).filter(free_at__lte=now).exclude(free_at=F("expires_at"))
@@ -264,9 +259,6 @@ def _note_over(store: DatabaseBackend, on: str, notes: Notes) -> None:
         " processes, then remove the records with distlock_cleanup.",
         keys=some.keys,
     )
-
-
-# Waiters
 
 
 def _note_waiters(
@@ -331,9 +323,6 @@ def _keys_with(store: RedisBackend, role: str) -> Iterator[str]:
             if (match := ours.fullmatch(name)) and match[1] not in known:
                 known.add(match[1])
                 yield match[1]
-
-
-# Pauses
 
 
 def _note_pauses(store: BaseLockBackend, notes: Notes, limit: int) -> None:
