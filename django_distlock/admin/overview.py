@@ -14,6 +14,8 @@ from django.core.signals import setting_changed
 from django.utils.functional import Promise
 from django.utils.translation import gettext_lazy as _
 
+from ..backends.base import BaseLockBackend
+from ..checks.configured import configured
 from ..core.errors import InvalidArgument, LockError
 from ..handler import lock_backends
 from ..inspection import (
@@ -148,7 +150,7 @@ class Overview:
                 for each in page.failures
                 if each.is_of_key
             ),
-            alone=tuple(_alone()),
+            alone=tuple(each.alias for each in configured(BaseLockBackend) if not each.distributed),
             transactions=list_transactions().transactions[:LIMIT],
         )
 
@@ -218,17 +220,10 @@ def _asked(ask: Callable[[str], Summary], failures: dict[str, Failure]) -> Itera
 
 
 def _lost(failures: dict[str, Failure]) -> Iterator[str]:
-    for alias in lock_backends:
-        with suppress(LockError, ImproperlyConfigured):
-            if alias not in failures and has_lost(lock_backends[alias]):
-                yield alias
-
-
-def _alone() -> Iterator[str]:
-    for alias in lock_backends:
-        with suppress(ImproperlyConfigured):
-            if not lock_backends[alias].distributed:
-                yield alias
+    for store in configured(BaseLockBackend):
+        with suppress(LockError):
+            if store.alias not in failures and has_lost(store):
+                yield store.alias
 
 
 def _cards(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin
-from django.core.exceptions import ImproperlyConfigured
 from django.db import models, router
 from django.http import HttpRequest
 from django.utils import formats, timezone
@@ -17,6 +15,8 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
+from ..backends.base import BaseLockBackend
+from ..checks.configured import configured
 from ..core.errors import LockError
 from ..core.holders import is_plain_text
 from ..core.keys import stored_key
@@ -117,11 +117,7 @@ class FenceCounterAdmin(ReadOnlyAdmin):
     def database(self) -> str:
         """Return the database of the locks, also where no router names it."""
         routed = super().database()
-        locks = []
-        for alias in lock_backends:
-            with suppress(ImproperlyConfigured):
-                using = lock_backends[alias].using
-                locks += [using] if using else []
+        locks = [each.using for each in configured(BaseLockBackend) if each.using]
         return routed if routed in locks or not locks else locks[0]
 
 
