@@ -115,14 +115,15 @@ class Command(ReadingCommand):
     def _run(
         self, key: str, command: list[str], path: str, signals: Signals, options: dict[str, Any]
     ) -> int:
-        run = _Run(self, signals, ends_it=options["on_lost"] == "term", grace=options["grace"])
+        ends_it = options["on_lost"] == "term"
+        run = _Run(self, signals, ends_it=ends_it, grace=options["grace"])
         try:
             with self._lock(key, command, options) as lease:
                 run.carry_out(lease, command, path)
         except LockNotAcquired as error:
             raise CommandError(who_holds(error), returncode=BUSY) from error
         except LockLost:
-            return run.status_of_loss
+            return LOST if ends_it else run.status
         except (InvalidArgument, LockUsageError, ImproperlyConfigured) as error:
             raise CommandError(str(error), returncode=USAGE) from error
         except LockError as error:
@@ -211,11 +212,6 @@ class _Run:
             if self._is_lost.locked() and self._ends_it:
                 # What it has left running goes too.
                 self._is_ended.wait()
-
-    @property
-    def status_of_loss(self) -> int:
-        """What to end with where the lease was lost."""
-        return LOST if self._ends_it else self.status
 
     def _look(self, program: Program, lease: Lease) -> None:
         # The log of a loss comes before callbacks, and waits for whoever reads standard error.
