@@ -5,9 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from datetime import timedelta
 from importlib import import_module
 from itertools import chain
 from typing import Any, TypeVar
@@ -17,7 +15,6 @@ from django.core.management.base import CommandError, CommandParser
 
 from ..backends.base import BaseLockBackend
 from ..core.documents import plain
-from ..core.durations import seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ..core.holders import Session
 from ..core.wording import instant, printable, span
@@ -25,7 +22,7 @@ from ..handler import lock_backends
 from ..inspection import Failure, HeldKey, LockPage, State, list_locks
 from ..process import event_log
 from ..process.host import current_holder
-from .reading import Printer, ReadingCommand, number_of
+from .reading import Printer, ReadingCommand
 from .statuses import UNAVAILABLE, USAGE
 
 T = TypeVar("T")
@@ -270,16 +267,6 @@ def add_reason(parser: CommandParser) -> None:
         metavar="WHY",
         help="at most 200 characters, recorded with the event",
     )
-
-
-def duration(text: str | timedelta) -> float:
-    """Return what a number of seconds says on a command line."""
-    try:
-        return seconds(number_of(text), "a duration")
-    except ValueError:
-        raise ArgumentTypeError(
-            f"{text!r} is not a finite number of seconds of at least 0."
-        ) from None
 
 
 def app_and(name: str) -> tuple[Any, Any]:

@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from django.core.management.base import BaseCommand, CommandParser, OutputWrapper
+
+from ..core.durations import number, seconds, whole_number
+
+T = TypeVar("T")
 
 
 class Printer(OutputWrapper):
@@ -92,30 +96,39 @@ def number_of(value: str | timedelta, unit: timedelta = timedelta(seconds=1)) ->
     return value / unit if isinstance(value, timedelta) else float(value)
 
 
+def reader(read: Callable[[Any], T], wrong: str) -> Callable[[Any], T]:
+    """Return what reads a value from a command line, or says that it is `wrong`."""
+
+    def reading(text: Any) -> T:
+        with suppress(ValueError):
+            return read(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wrong}.")
+
+    return reading
+
+
 def between(least: float, most: float, unit: str) -> Callable[[str | timedelta], float]:
     """Return what reads a number within bounds from a command line, in a unit of a `timedelta`."""
-
-    def read(text: str | timedelta) -> float:
-        with suppress(ValueError):
-            if least <= (number := number_of(text, timedelta(**{unit: 1}))) <= most:
-                return number
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of {unit} from {least:g} to {most:g}."
-        )
-
-    return read
+    one = timedelta(**{unit: 1})
+    return reader(
+        lambda text: number(number_of(text, one), unit, minimum=least, maximum=most),
+        f"a number of {unit} from {least:g} to {most:g}",
+    )
 
 
 def up_to(most: float) -> Callable[[str], int]:
     """Return what reads a whole number from 1 on from a command line."""
     bounds = "of at least 1" if most == math.inf else f"from 1 to {most}"
+    return reader(
+        lambda text: whole_number(int(text) if text.isdecimal() else text, "N", most),
+        f"a number {bounds}",
+    )
 
-    def read(text: str) -> int:
-        if text.isdecimal() and 1 <= int(text) <= most:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}.")
 
-    return read
+#: Reads a number of seconds from a command line.
+duration = reader(
+    lambda text: seconds(number_of(text), "a duration"), "a finite number of seconds of at least 0"
+)
 
 
 def add_backend(parser: CommandParser) -> None:

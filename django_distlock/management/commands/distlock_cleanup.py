@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from functools import partial
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,8 +17,8 @@ from ...handler import lock_backends
 from ...inspection import Failure, Outcome, Pruned, cleanup, prune_events, prune_responses
 from ...inspection.operations import MAX_SPAN
 from ...inspection.pruning import AUDIT_KEPT, EVENTS_KEPT, MAX_BATCH
-from ..operating import OperatorCommand, duration, raise_failed, refuse_memory
-from ..reading import number_of, up_to
+from ..operating import OperatorCommand, raise_failed, refuse_memory
+from ..reading import duration, number_of, reader, up_to
 
 #: Seconds.
 DAY = 86_400.0
@@ -48,7 +45,7 @@ class Command(OperatorCommand):
         )
         parser.add_argument(
             "--events-older-than",
-            type=_days,
+            type=reader(_days, f'a number of days from 0 to {MAX_SPAN / DAY:g}, or "never"'),
             metavar="DAYS",
             help=(
                 "remove events older than this many days, and operators' events older than"
@@ -172,13 +169,6 @@ class _Line:
 
 
 def _days(text: str | timedelta) -> float | str:
-    """Return what a number of days says on a command line, or "never"."""
     if text == _NEVER:
         return _NEVER
-    try:
-        days = number_of(text, timedelta(days=1))
-        return seconds(days * DAY, "days", maximum=MAX_SPAN) / DAY
-    except ValueError:
-        raise ArgumentTypeError(
-            f'{text!r} is not a number of days from 0 to {MAX_SPAN / DAY:g}, or "never".'
-        ) from None
+    return seconds(number_of(text, timedelta(days=1)) * DAY, "days", maximum=MAX_SPAN) / DAY

@@ -20,12 +20,12 @@ from ..operating import (
     add_backends,
     aligned,
     ask_each,
-    duration,
     every_page,
     named,
     raise_failed,
     stream_json,
 )
+from ..reading import duration
 
 _DECLARED: Final = ("KEY", "KIND", "MODE", "TTL", "WAIT", "ON CONFLICT", "BACKEND", "PLACE")
 _TRANSACTIONS: Final = ("BACKEND", "KEY", "MODE", "STATE", "FOR", "SESSION")

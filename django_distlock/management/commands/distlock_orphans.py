@@ -13,15 +13,8 @@ from ...core.records import Record
 from ...core.wording import printable
 from ...inspection import Failure, HeldKey, Operation
 from ...inspection.journal import Order
-from ..operating import (
-    OperatorCommand,
-    add_backends,
-    add_reason,
-    app_and,
-    ask_each,
-    duration,
-    raise_failed,
-)
+from ..operating import OperatorCommand, add_backends, add_reason, app_and, ask_each, raise_failed
+from ..reading import duration
 from ..statuses import USAGE
 
 Found = list[tuple[BaseLockBackend, Record]]
