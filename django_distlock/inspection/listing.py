@@ -46,10 +46,10 @@ class Failure(Document):
     key: str = ""
 
     @classmethod
-    def of(cls, alias: str, error: LockError | ImproperlyConfigured) -> Failure:
+    def of(cls, alias: str, error: LockError | ImproperlyConfigured, key: str = "") -> Failure:
         """Return what an error of a backend says."""
         code = error.code if isinstance(error, LockError) else "misconfigured"
-        return cls(backend=alias, code=code, message=str(error))
+        return cls(backend=alias, code=code, message=str(error), key=key)
 
     def as_json(self) -> dict[str, Any]:
         """Return what JSON can carry: the key where it is about one."""

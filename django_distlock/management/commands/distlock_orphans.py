@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
@@ -103,7 +102,7 @@ class Command(OperatorCommand):
                 # By its token: whoever has taken the key meanwhile keeps it.
                 is_done = store.release(record.grant) is True
             except LockError as error:
-                failures.append(replace(Failure.of(store.alias, error), key=record.key))
+                failures.append(Failure.of(store.alias, error, record.key))
                 if isinstance(error, BackendUnavailable):
                     silent.add(store.alias)
                 continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
@@ -117,7 +116,7 @@ class Command(OperatorCommand):
             except InvalidArgument:
                 raise  # The reason: nothing was touched.
             except LockError as error:
-                failures.append(replace(Failure.of(each.backend, error), key=each.key))
+                failures.append(Failure.of(each.backend, error, each.key))
                 if isinstance(error, BackendUnavailable):
                     return True
         return False
