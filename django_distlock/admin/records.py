@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,18 @@ if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
 else:
     _ModelAdmin = admin.ModelAdmin
+
+
+def _column(
+    description: Any, show: Callable[[Any], str], ordering: str | None = None
+) -> Callable[[Any, Any], str]:
+    """Return a column of a list, and of the page of a row."""
+
+    @admin.display(description=description, ordering=ordering)
+    def column(_admin: Any, row: Any) -> str:
+        return show(row)
+
+    return column
 
 
 class ReadOnlyAdmin(_ModelAdmin):
@@ -70,9 +82,9 @@ class ReadOnlyAdmin(_ModelAdmin):
             return queryset.none(), False  # No key begins with it.
         return queryset.filter(key__startswith=begins), False
 
-    @admin.display(description=_("fence"), ordering="fence")
-    def plain_fence(self, row: Any) -> str:
-        return "-" if row.fence is None else str(row.fence)
+    plain_fence = _column(
+        _("fence"), lambda row: "-" if row.fence is None else str(row.fence), "fence"
+    )
 
 
 @admin.register(FenceCounter)
@@ -98,21 +110,10 @@ class FenceCounterAdmin(ReadOnlyAdmin):
         allowed: bool = super().lookup_allowed(lookup, value, request)
         return allowed and (not is_about_who or may_see_events(request))
 
-    @admin.display(description=_("key"), ordering="key")
-    def plain_key(self, counter: FenceCounter) -> str:
-        return printable(counter.key)
-
-    @admin.display(description=_("storage key"))
-    def stored_as(self, counter: FenceCounter) -> str:
-        return printable(counter.storage_key)
-
-    @admin.display(description=_("paused by"), ordering="paused_by")
-    def by(self, counter: FenceCounter) -> str:
-        return printable(counter.paused_by or "-")
-
-    @admin.display(description=_("paused until"), ordering="paused_until")
-    def paused(self, counter: FenceCounter) -> str:
-        return _moment(counter.paused_until)
+    plain_key = _column(_("key"), lambda counter: printable(counter.key), "key")
+    stored_as = _column(_("storage key"), lambda counter: printable(counter.storage_key))
+    by = _column(_("paused by"), lambda counter: printable(counter.paused_by or "-"), "paused_by")
+    paused = _column(_("paused until"), lambda each: _moment(each.paused_until), "paused_until")
 
     def database(self) -> str:
         """Return the database of the locks, also where no router names it."""
@@ -137,9 +138,11 @@ class LockEventAdmin(ReadOnlyAdmin):
     )  # fmt: skip
     readonly_fields = ("moment", "key_page", "plain_fence", "by", "why", "held_by", "more")
 
-    @admin.display(description=_("at"), ordering="at")
-    def moment(self, event: LockEvent) -> str:
-        return _moment(event.at)
+    moment = _column(_("at"), lambda event: _moment(event.at), "at")
+    by = _column(_("actor"), lambda event: printable(event.actor), "actor")
+    why = _column(_("reason"), lambda event: printable(event.reason), "reason")
+    held_by = _column(_("holder"), lambda event: _as_text(event.holder))
+    more = _column(_("details"), lambda event: _as_text(event.details))
 
     @admin.display(description=_("key"), ordering="key")
     def key_page(self, event: LockEvent) -> str:
@@ -150,23 +153,6 @@ class LockEventAdmin(ReadOnlyAdmin):
             return printable(key)
         href = Pages(self.admin_site.name).key(Target(event.backend, key))
         return format_html('<a href="{}"><bdi>{}</bdi></a>', href, printable(key))
-
-    @admin.display(description=_("actor"), ordering="actor")
-    def by(self, event: LockEvent) -> str:
-        return printable(event.actor)
-
-    @admin.display(description=_("reason"), ordering="reason")
-    def why(self, event: LockEvent) -> str:
-        return printable(event.reason)
-
-    @admin.display(description=_("holder"))
-    def held_by(self, event: LockEvent) -> SafeString:
-        return _as_text(event.holder)
-
-    @admin.display(description=_("details"))
-    def more(self, event: LockEvent) -> SafeString:
-        """Show what belongs to the kind of event."""
-        return _as_text(event.details)
 
 
 def may_see_events(request: HttpRequest) -> bool:
