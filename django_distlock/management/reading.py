@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 from django.core.management.base import BaseCommand, CommandParser, OutputWrapper
 
 from ..core.durations import number, seconds, whole_number
+from ..core.errors import InvalidArgument
 
 T = TypeVar("T")
 
@@ -96,15 +97,20 @@ def number_of(value: str | timedelta, unit: timedelta = timedelta(seconds=1)) ->
     return value / unit if isinstance(value, timedelta) else float(value)
 
 
-def reader(read: Callable[[Any], T], wrong: str) -> Callable[[Any], T]:
-    """Return what reads a value from a command line, or says that it is `wrong`."""
+def reader(read: Callable[[Any], T], right: str = "") -> Callable[[Any], T]:
+    """Return what reads a number from a command line, or says what is right; "": as the error."""
 
-    def reading(text: Any) -> T:
-        with suppress(ValueError):
+    # Named for whoever writes what is no number at all: argparse says "invalid number value".
+    def number(text: Any) -> T:
+        try:
             return read(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wrong}.")
+        except ValueError as error:
+            if not right and not isinstance(error, InvalidArgument):
+                raise
+            said = f"{text!r} is not {right}." if right else str(error)
+            raise argparse.ArgumentTypeError(said) from None
 
-    return reading
+    return number
 
 
 def between(least: float, most: float, unit: str) -> Callable[[str | timedelta], float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -11,7 +12,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 from django.db import connections, router
 
-from ...core.errors import InvalidArgument
 from ...core.fences import FENCE_MAX, FENCE_WARNING, validate_fence
 from ...core.keys import stored_key
 from ...core.logs import log_fields
@@ -21,7 +21,7 @@ from ...fencing.seen import mark_of, set_mark
 from ...handler import lock_backends
 from ...models import SeenFence
 from ..operating import OperatorCommand, refuse_memory
-from ..reading import add_backend
+from ..reading import add_backend, reader
 
 logger = logging.getLogger("django_distlock")
 
@@ -61,7 +61,10 @@ class Command(OperatorCommand):
             seen._add_action(twin)
         seen.add_argument("key", metavar="KEY", help="the key")
         seen.add_argument(
-            "--to", type=_fence, metavar="N", help="the new value; lower fences are refused"
+            "--to",
+            type=_up_to(FENCE_MAX),
+            metavar="N",
+            help="the new value; lower fences are refused",
         )
         seen.add_argument(
             "--database", help="an alias of DATABASES (default: where the router writes SeenFence)"
@@ -77,7 +80,11 @@ class Command(OperatorCommand):
         )
         far = up.add_mutually_exclusive_group(required=True)
         far.add_argument(
-            "--to", type=_counter, metavar="N", help="the next grant has a fence above N"
+            "--to",
+            # No command lowers a counter, and grants need some above.
+            type=_up_to(FENCE_WARNING),
+            metavar="N",
+            help="the next grant has a fence above N",
         )
         far.add_argument(
             "--clock",
@@ -146,13 +153,5 @@ class Command(OperatorCommand):
             )
 
 
-def _counter(text: str) -> int:
-    """Return what a counter may be raised to: no command lowers it, and grants need some above."""
-    return _fence(text, FENCE_WARNING)
-
-
-def _fence(text: str, most: int = FENCE_MAX) -> int:
-    try:
-        return validate_fence(int(text) if text.isdecimal() else text, most=most)
-    except InvalidArgument as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _up_to(most: int) -> Callable[[str], int]:
+    return reader(lambda text: validate_fence(int(text) if text.isdecimal() else text, most=most))

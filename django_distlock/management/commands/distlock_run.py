@@ -7,12 +7,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -30,10 +29,8 @@ from ..bootstrap import ensure_tables
 from ..leash import Leash, end
 from ..locked import wait_option
 from ..programs import Program, Signals, find
-from ..reading import ReadingCommand, add_backend, number_of
+from ..reading import ReadingCommand, add_backend, number_of, reader
 from ..statuses import BUSY, LOST, UNAVAILABLE, USAGE, who_holds
-
-N = TypeVar("N")
 
 #: Seconds between TERM and KILL.
 GRACE = 10.0
@@ -56,7 +53,7 @@ class Command(ReadingCommand):
         parser.add_argument("key", metavar="KEY", help="the key to lock")
         parser.add_argument(
             "--ttl",
-            type=_number(ttl_seconds),
+            type=reader(lambda text: ttl_seconds(number_of(text))),
             metavar="SECONDS",
             help="seconds until a lock that is not renewed expires (default: TTL of the backend)",
         )
@@ -75,7 +72,7 @@ class Command(ReadingCommand):
         )
         parser.add_argument(
             "--permits",
-            type=_number(validate_permits, int),
+            type=reader(lambda text: validate_permits(int(text))),
             default=1,
             metavar="NUMBER",
             help="how many may hold the lock at the same time (default: %(default)s)",
@@ -89,7 +86,7 @@ class Command(ReadingCommand):
         )
         parser.add_argument(
             "--grace",
-            type=_number(lambda value: seconds(value, "grace")),
+            type=reader(lambda text: seconds(number_of(text), "grace")),
             default=GRACE,
             metavar="SECONDS",
             help="seconds between TERM and KILL for a program that lost the lock (default:"
@@ -241,15 +238,3 @@ class _Run:
 
     def _say(self, lease: Lease, what: str) -> None:
         self._command.stderr.write(f"The lock on {lease.key!r} {what}.")
-
-
-def _number(
-    check: Callable[[Any], N], kind: Callable[[Any], float] = number_of
-) -> Callable[[Any], N]:
-    def number(text: str | timedelta) -> N:
-        try:
-            return check(kind(text))
-        except InvalidArgument as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return number
