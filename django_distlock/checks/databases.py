@@ -19,7 +19,7 @@ from django.db.migrations.loader import MigrationLoader
 
 from ..backends.tables import FenceTable
 from ..core.pages import page
-from ..database.connections import database_file, rows_of
+from ..database.connections import rows_of
 from ..database.vendors import VENDORS
 from ..models import (
     FailedTask,
@@ -33,7 +33,7 @@ from ..models import (
 )
 from .configured import DOCS, Subject, about, check_each, configured, where
 from .fencing import fenced_models_in
-from .routers import is_made, written_to
+from .routers import aliases_of, is_made, written_to
 from .schema import APP, creators, functions, indexes, readers, several, unapplied
 from .triggers import fence_triggers
 
@@ -311,12 +311,7 @@ def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
 
 def _shares_file(using: str) -> bool:
     """Whether models of other apps are written to the file of this alias."""
-    file = database_file(connections[using])
-    same = [
-        alias
-        for alias in connections
-        if connections[alias].vendor == "sqlite" and database_file(connections[alias]) == file
-    ]
+    same = aliases_of(using)
     return any(
         model._meta.app_label != APP and model._meta.managed and written_to(model) in same
         for model in apps.get_models(include_auto_created=True)

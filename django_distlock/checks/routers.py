@@ -40,7 +40,7 @@ def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
                 )
             )
     written = router.db_for_write(HeldLock)
-    if backends and not any(written in _same(using) for using in backends):
+    if backends and not any(written in aliases_of(using) for using in backends):
         found.append(
             checks.Warning(
                 f"{', '.join(map(where, backends.values()))} keeps locks in"
@@ -65,10 +65,10 @@ def written_to(model: type[models.Model]) -> str | None:
 
 def is_made(model: type[models.Model], using: str) -> bool:
     """Whether `migrate` may make the table of a model in the database of an alias."""
-    return any(router.allow_migrate_model(alias, model) for alias in _same(using))
+    return any(router.allow_migrate_model(alias, model) for alias in aliases_of(using))
 
 
-def _same(using: str) -> list[str]:
+def aliases_of(using: str) -> list[str]:
     """Return the aliases that lead to the database of one of them, as far as settings tell.
 
     Whatever the host: there may be a pooler on the way.
