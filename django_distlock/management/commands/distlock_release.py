@@ -45,7 +45,7 @@ class Command(OperatorCommand):
         add_reason(parser)
 
     def handle(self, *, backend: str, dry_run: bool, json: bool, **options: Any) -> None:
-        _check(dry_run=dry_run, json=json, **options)
+        _check({**options, "dry_run": dry_run, "json": json})
         if reason := options["reason"]:
             # Before anybody is asked for a confirmation that would be in vain.
             Order(Operation.FORCE_RELEASE, self.actor(), reason)
@@ -137,26 +137,15 @@ class Command(OperatorCommand):
                 )
 
 
-def _check(
-    *,
-    key: str | None,
-    prefix: str | None,
-    host: str | None,
-    task: str | None,
-    dry_run: bool,
-    force: bool,
-    reason: str,
-    json: bool,
-    **_: Any,
-) -> None:
-    filters = [each for each in (prefix, host, task) if each is not None]
-    if (key is None) == (not filters):
+def _check(options: dict[str, Any]) -> None:
+    filters = [options[each] for each in ("prefix", "host", "task") if options[each] is not None]
+    if (options["key"] is None) == (not filters):
         rule = "Give either a KEY, or at least one of --prefix, --host and --task."
     elif "" in filters:
         rule = "--prefix, --host and --task must not be empty."
-    elif force and not reason.strip():
+    elif options["force"] and not options["reason"].strip():
         rule = "--force requires --reason."
-    elif json and not (force or dry_run):
+    elif options["json"] and not (options["force"] or options["dry_run"]):
         rule = "--json cannot ask for confirmation. It requires --force or --dry-run."
     else:
         return
