@@ -70,7 +70,15 @@ def about(
 
 def configured(kind: type[B] | str) -> Iterator[B]:
     """Give the backends of a kind that can be made; `distlock.E001` tells of the others."""
-    for backend in _every():
+    try:
+        aliases = conf.aliases()
+    except ImproperlyConfigured:
+        return
+    for alias in aliases:
+        try:
+            backend = lock_backends[alias]
+        except ImproperlyConfigured:
+            continue
         if is_of(backend, kind):
             yield backend  # type: ignore[misc]
 
@@ -90,15 +98,3 @@ def is_redis(backend: BaseLockBackend) -> TypeGuard[RedisBackend]:
 def where(backend: Any) -> str:
     """Return the setting that makes a backend, for messages."""
     return f"DISTLOCK[{backend.alias!r}]"
-
-
-def _every() -> Iterator[BaseLockBackend]:
-    try:
-        aliases = conf.aliases()
-    except ImproperlyConfigured:
-        return
-    for alias in aliases:
-        try:
-            yield lock_backends[alias]
-        except ImproperlyConfigured:
-            continue
