@@ -99,12 +99,8 @@ def lasted(seconds: float) -> str:
 
 
 def _date(instant: datetime) -> str:
-    return f"{_local(instant):%Y-%m-%d %H:%M:%S}"
+    return f"{timezone.localtime(instant):%Y-%m-%d %H:%M:%S}"
 
 
 def _time(instant: datetime) -> str:
-    return f"{_local(instant):%H:%M}"
-
-
-def _local(instant: datetime) -> datetime:
-    return timezone.localtime(instant, timezone.get_current_timezone())
+    return f"{timezone.localtime(instant):%H:%M}"

@@ -167,7 +167,7 @@ def _for_user(request: HttpRequest, names: Iterable[Any]) -> list[Any]:
 def _moment(instant: datetime | None) -> str:
     if instant is None:
         return "-"
-    local = timezone.localtime(instant, timezone.get_current_timezone())
+    local = timezone.localtime(instant)
     return f"{formats.date_format(local, 'SHORT_DATE_FORMAT')} {local:%H:%M:%S}"
 
 
