@@ -18,7 +18,7 @@ from django.db import transaction
 from kombu.exceptions import OperationalError
 
 from django_distlock import BackendUnavailable, LockNotAcquired, distlock, lock_backends
-from django_distlock.contrib.celery import LockedTask, calls, locked_task
+from django_distlock.contrib.celery import LockedTask, claims, locked_task
 from django_distlock.core.keys import own_key
 from django_distlock.testing import lose_connection, memory_locks
 from tests.contract.helpers import there
@@ -412,7 +412,7 @@ def test_store_that_goes_away_behind_the_message_replaces_none(
         def away(*_: Any) -> bool:
             raise BackendUnavailable("away")
 
-        patch.setattr(calls, "is_overtaken", away)
+        patch.setattr(claims, "is_overtaken", away)
         result = say(prefork, "told")
     assert "which call" in caplog.text
     all_ended(prefork, result)

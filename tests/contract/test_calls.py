@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import connections
 
-from django_distlock.contrib.celery import calls
+from django_distlock.contrib.celery import claims as calls
 from django_distlock.contrib.celery.claims import replace_any
 from django_distlock.contrib.jobs import JobLock
 from django_distlock.core.keys import own_key

@@ -26,7 +26,6 @@ from ...handler import lock_backends
 from ...locks.policy import skip, where_unavailable
 from ..jobs import WAIT, JobLock
 from . import claims
-from .calls import records_of
 from .terms import Call, Terms
 
 logger = logging.getLogger("django_distlock")
@@ -135,7 +134,7 @@ def _take(place: JobLock, sending: Sending) -> tuple[claims.Claim, Record | None
         except LockNotAcquired as error:
             full = _full(place, error)
             full.__cause__ = error
-        waiting = records_of(store, place.key)
+        waiting = claims.records_of(store, place.key)
         is_full = len(waiting) >= terms.max_queued
         if is_full and terms.on_full != "replace":
             raise full

@@ -29,7 +29,7 @@ from ...process.at_exit import held_here
 from ...process.host import current_holder, is_gone
 from ...signals import lock_released, tell
 from ..jobs import JobLock
-from . import calls, queueing
+from . import claims, queueing
 from .backlog import PLACE
 from .deliveries import UNIQUE, own_headers
 from .terms import Terms, terms_of
@@ -146,7 +146,7 @@ def free_claims(task: Any, request: Any) -> None:
     store = lock_backends[terms.backend]
     for record in _held(store, terms, task, request):
         if record.holder.is_queued and record.fence_token in fences:
-            calls.release(store, record)
+            claims.release(store, record)
 
 
 def _end_started(request: Any) -> None:
@@ -197,7 +197,7 @@ def _held(store: BaseLockBackend, terms: Terms, task: Any, request: Any) -> Iter
     """Give what a task holds."""
     locks = _locks_of(terms, task, request)
     for lock in locks or ():
-        for record in calls.records_of(store, lock.key):
+        for record in claims.records_of(store, lock.key):
             if record.holder.task_id == request.id:
                 yield record
     if locks is None:

@@ -26,7 +26,7 @@ from ...locks.state import Terms as Kept
 from ...process import deferred_release
 from ...process.host import is_gone
 from ..jobs import JobLock
-from . import backlog, calls, claims
+from . import backlog, claims
 from .deliveries import LEASE, OF, UNIQUE, Delivery, kept_headers, own_headers, run_of, traced
 from .terms import Call, Terms, terms_of
 
@@ -205,7 +205,7 @@ def _send_if_overtaken(
         What was sent; None: nothing.
     """
     try:
-        return again() if calls.is_overtaken(lock, grant) else None
+        return again() if claims.is_overtaken(lock, grant) else None
     except LockError as error:
         extra = log_fields("bypassed", backend=lock.backend, task=lock.task_id, error=error)
         logger.warning(
@@ -339,7 +339,7 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
     Raises:
         LockLost: The lease ended before the block did.
     """
-    records = calls.records_of(store, key)
+    records = claims.records_of(store, key)
     record = next((each for each in records if each.fence_token == fence), None)
     if record is None or record.is_settled:
         yield None

@@ -27,7 +27,7 @@ from ...locks.policy import Refusal, attempt, skip, where_unavailable
 from ...process import deferred_release
 from ...process.host import is_gone
 from ..jobs import WAIT, JobLock, lock_set
-from . import backlog, calls, endings, failed, leftovers, queueing
+from . import backlog, claims, endings, failed, leftovers, queueing
 from .backlog import FULL, PLACE
 from .deliveries import (
     LEASE,
@@ -162,13 +162,13 @@ class Run:
     def _leave_backlog(self) -> None:
         if self._place is not None:
             number = int(self._delivery.header(PLACE))
-            self._free(partial(calls.free, self._place, number), self._place.key)
+            self._free(partial(claims.free, self._place, number), self._place.key)
             # Only now: what interrupts this is followed by `end`.
             self._place = None
 
     def _free_claim(self, queued: JobLock) -> None:
         fence = int(self._delivery.header(UNIQUE))
-        self._free(partial(calls.free, queued, fence), queued.key)
+        self._free(partial(claims.free, queued, fence), queued.key)
 
     def _free(self, release: Callable[[], object], key: str) -> None:
         leftovers.free(release, self._terms.backend, key)
@@ -303,7 +303,7 @@ class Run:
         self._is_replaced = self._has_no_place()
         if self._terms.debounce and self._queued is not None and not self._delivery.is_redelivered:
             number = int(self._delivery.header(UNIQUE))
-            self._is_replaced = calls.is_replaced(self._queued, number)
+            self._is_replaced = claims.is_replaced(self._queued, number)
         return self._is_replaced
 
     @property
@@ -327,9 +327,9 @@ class Run:
             return
         number = int(self._delivery.header(UNIQUE))
         if self._terms.debounce:
-            self._is_replaced = not calls.begin(self._queued, number)
+            self._is_replaced = not claims.begin(self._queued, number)
         else:
-            calls.free(self._queued, number)
+            claims.free(self._queued, number)
         self._queued = None
 
     # The body
@@ -399,7 +399,7 @@ class Run:
 
     def _record_of_itself(self, key: str) -> Record | None:
         """Return what another delivery of this task holds of a key; None: nothing."""
-        records = calls.records_of(self._store, key)
+        records = claims.records_of(self._store, key)
         self._has_met = self._has_met or bool(records)
         ours = (each for each in records if each.holder.task_id == self._delivery.id)
         return next(ours, None)
