@@ -849,7 +849,7 @@ MUTANTS = (
     ),
     Mutant(
         "a refused task keeps its unique key", "postgres", "django_distlock/contrib/celery/runs.py",
-        old=r"if self\._queued is not None and is_over", new="if False",
+        old=r"if is_over:\n                self", new="if False:\n                self",
         test="tests/celery/test_traps_queueing.py::test_refused_unique_task_frees_its_key",
         case="default",
     ),

@@ -88,10 +88,9 @@ class Run:
         self._delivery = delivery
         self._body = body
         self._store = lock_backends[terms.backend]
-        # What keeps others from being queued, as long as the run has not taken it over.
-        self._queued: JobLock | None = None
-        # Its place among those that wait, until its body begins.
-        self._place: JobLock | None = None
+        # What its message keeps, by header: the unique key until the run takes that over, and the
+        # place among those that wait until its body begins.
+        self._kept: dict[str, JobLock] = {}
         self._fence = 0
         # Whether a later call runs in its place.
         self._is_replaced = False
@@ -144,34 +143,31 @@ class Run:
 
     def _end_claims(self, state: str, retval: Any, *, is_over: bool) -> None:
         if is_over:
-            self._leave_backlog()
+            self._give_back(PLACE)
         unique = self.unique
         if unique is None:
             # A task that is over, and was refused before it took its key over from the queue.
-            if self._queued is not None and is_over:
-                self._free_claim(self._queued)
+            if is_over:
+                self._give_back(UNIQUE)
         elif self.comes_again is not None:
             queueing.keep(unique, self._terms, self.comes_again)
         elif state == states.RETRY and queueing.goes_with(unique, retval):
             queueing.keep(unique, self._terms, getattr(retval, "when", None))
         else:
-            self._free(unique.release, unique.key)
-        self.unique = self._queued = None
+            leftovers.free(unique.release, self._terms.backend, unique.key)
+        self.unique = None
+        self._kept.pop(UNIQUE, None)
         self._block.close()
 
-    def _leave_backlog(self) -> None:
-        if self._place is not None:
-            number = int(self._delivery.header(PLACE))
-            self._free(partial(claims.free, self._place, number), self._place.key)
+    def _give_back(self, header: str) -> None:
+        if (lock := self._kept.get(header)) is not None:
+            free = partial(claims.free, lock, self._number(header))
+            leftovers.free(free, self._terms.backend, lock.key)
             # Only now: what interrupts this is followed by `end`.
-            self._place = None
+            self._kept.pop(header, None)
 
-    def _free_claim(self, queued: JobLock) -> None:
-        fence = int(self._delivery.header(UNIQUE))
-        self._free(partial(claims.free, queued, fence), queued.key)
-
-    def _free(self, release: Callable[[], object], key: str) -> None:
-        leftovers.free(release, self._terms.backend, key)
+    def _number(self, header: str) -> int:
+        return int(self._delivery.header(header))
 
     # The locks
 
@@ -180,10 +176,10 @@ class Run:
         if (terms.unique is not None or terms.max_queued) and delivery.task is not None:
             require_base(delivery.task)
         if terms.max_queued and delivery.header(PLACE) is not None:
-            self._place = terms.place_of(sent, delivery.id)
+            self._kept[PLACE] = terms.place_of(sent, delivery.id)
         unique = terms.unique_of(sent, delivery.id)
-        if delivery.header(UNIQUE) is not None:
-            self._queued = unique
+        if unique is not None and delivery.header(UNIQUE) is not None:
+            self._kept[UNIQUE] = unique
         locks = terms.locks_of(delivery.call, sent, delivery.id)
         self._shared = {each.key for each in locks if each.shared or each.permits != 1}
         if delivery.is_queued:
@@ -218,7 +214,7 @@ class Run:
                 self._start()
             if self._has_no_place():
                 self._is_replaced = True
-            self._leave_backlog()
+            self._give_back(PLACE)
             yield
 
     def _hold(self, stack: ExitStack, locks: list[JobLock]) -> None:
@@ -301,9 +297,9 @@ class Run:
     def _gives_way(self) -> bool:
         """Whether a later call was sent in its place: before a lock is waited for."""
         self._is_replaced = self._has_no_place()
-        if self._terms.debounce and self._queued is not None and not self._delivery.is_redelivered:
-            number = int(self._delivery.header(UNIQUE))
-            self._is_replaced = claims.is_replaced(self._queued, number)
+        queued = self._kept.get(UNIQUE)
+        if self._terms.debounce and queued is not None and not self._delivery.is_redelivered:
+            self._is_replaced = claims.is_replaced(queued, self._number(UNIQUE))
         return self._is_replaced
 
     @property
@@ -317,20 +313,18 @@ class Run:
         return queueing.call_of(task, tuple(request.args or ()), dict(request.kwargs or {}))
 
     def _has_no_place(self) -> bool:
-        if self._place is None:
-            return False
-        return backlog.is_replaced(self._place, int(self._delivery.header(PLACE)))
+        place = self._kept.get(PLACE)
+        return place is not None and backlog.is_replaced(place, self._number(PLACE))
 
     def _start(self) -> None:
         """Let others be queued from now on: the body sees what they were sent for, or they run."""
-        if self._queued is None:
+        if (queued := self._kept.get(UNIQUE)) is None:
             return
-        number = int(self._delivery.header(UNIQUE))
         if self._terms.debounce:
-            self._is_replaced = not claims.begin(self._queued, number)
+            self._is_replaced = not claims.begin(queued, self._number(UNIQUE))
         else:
-            claims.free(self._queued, number)
-        self._queued = None
+            claims.free(queued, self._number(UNIQUE))
+        self._kept.pop(UNIQUE, None)
 
     # The body
 
@@ -419,10 +413,9 @@ class Run:
             return skip(f"The task {delivery.label}", error, terms.backend, key, task=delivery.id)
         if chosen == "run":
             tell_bypassed(terms.backend, self._key, monotonic() - self._started_at, error)
-            self._leave_backlog()
-            if terms.until_start and self._queued is not None:
-                self._free_claim(self._queued)
-                self._queued = None
+            self._give_back(PLACE)
+            if terms.until_start:
+                self._give_back(UNIQUE)
             return self._run()
         if chosen == "retry" and delivery.is_queued:
             retry = queue_again(delivery, terms.rules, error)
@@ -433,12 +426,12 @@ class Run:
     def _left(self, locks: list[JobLock], unique: JobLock | None) -> Any:
         """Leave the work to a later call, or to nobody where it found no place."""
         if self._terms.debounce:
-            self._queued = None
+            self._kept.pop(UNIQUE, None)
         key = locks[0].key if unique is None else unique.key
         error = LockNotAcquired(
             f"A later call for {key!r} runs instead.", key=key, code="superseded"
         )
-        if self._place is not None and int(self._delivery.header(PLACE)) == 0:
+        if PLACE in self._kept and self._number(PLACE) == 0:
             error = LockNotAcquired(f"The backlog of {key!r} was full.", key=key, code=FULL)
         delivery = self._delivery
         return skip(f"The task {delivery.label}", error, self._terms.backend, key, task=delivery.id)
