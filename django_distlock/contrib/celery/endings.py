@@ -70,7 +70,7 @@ class EndsTheDead:
     def _announce_revoked(self, reason: Any, terminated: bool, *args: Any) -> None:
         """Free the claims first: who sees that it was revoked may send it again at once."""
         if not terminated:
-            _free_claims_soon(self.task, self)  # type: ignore[attr-defined]
+            _free_claims_soon(self)
         super()._announce_revoked(reason, terminated, *args)  # type: ignore[misc]
 
     def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,10 @@ class EndsTheDead:
         if isinstance(error, (WorkerLostError, Terminated, SystemExit, KeyboardInterrupt)):
             end(self, at_once=True)
         elif isinstance(error, TimeLimitExceeded):
-            _end_queued(self)
+            # What had not begun by then leaves its claims, unless it comes again.
+            task = self.task  # type: ignore[attr-defined]
+            if not task.acks_late or getattr(task, "acks_on_timeout", True):
+                _free_claims_soon(self)
         return super().on_failure(exc_info, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -125,17 +128,10 @@ def leaving(**_: Any) -> None:
     event_log.finish()
 
 
-def _free_claims_soon(task: Any, request: Any) -> None:
-    terms = terms_of(task)
+def _free_claims_soon(request: Any) -> None:
+    terms = terms_of(request.task)
     if terms is not None and _claims_of(request):
-        _do(lock_backends[terms.backend], partial(free_claims, task, request))
-
-
-def _end_queued(request: Any) -> None:
-    """End the claims of a task that had not begun at its hard time limit, unless it comes again."""
-    task = request.task
-    if not task.acks_late or getattr(task, "acks_on_timeout", True):
-        _free_claims_soon(task, request)
+        _do(lock_backends[terms.backend], partial(free_claims, request.task, request))
 
 
 def free_claims(task: Any, request: Any) -> None:
@@ -155,12 +151,14 @@ def _end_started(request: Any) -> None:
 
 
 def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: bool) -> None:
-    ours = current_holder()
+    ours, task = current_holder(), request.task
+    # Whether the broker does not deliver it again.
+    is_over = not (task.acks_late and task.reject_on_worker_lost)
     living = []
-    for record in _held(store, terms, request.task, request):
+    for record in _held(store, terms, task, request):
         holder = record.holder
         if holder.is_queued:
-            is_ours = at_once and _is_over(request) and record.fence_token in _claims_of(request)
+            is_ours = at_once and is_over and record.fence_token in _claims_of(request)
             if is_ours and store.release(record.grant) is True:
                 text = "%r is released: its task %s had not started before its process died"
                 _warn("given_back", text, store, record, request)
@@ -227,11 +225,6 @@ def _claims_of(request: Any) -> set[str]:
     """Return the fences by which a message kept others from being queued."""
     headers = own_headers(getattr(request, "request_dict", None) or request.headers, request.id)
     return {headers[name] for name in (UNIQUE, PLACE) if name in headers}
-
-
-def _is_over(request: Any) -> bool:
-    """Whether the broker does not deliver the task again whose process is dead."""
-    return not (request.task.acks_late and request.task.reject_on_worker_lost)
 
 
 def _is_dead(record: Record, patience: float) -> bool:
