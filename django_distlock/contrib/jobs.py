@@ -6,10 +6,9 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast
+from typing import Any, Final, Literal, Self, TypeAlias, cast
 
 from ..backends.base import BaseLockBackend
 from ..core.bodies import signature_of
@@ -19,14 +18,11 @@ from ..core.keys import KeyTemplate, normalize_key
 from ..core.logs import log_fields
 from ..core.retry import Retry
 from ..core.sharing import Permits
-from ..handler import lock_backends
 from ..locks.checking import counted, for_call
 from ..locks.lock import Lock, distlock
-from ..locks.policy import Policy, Refusal, skip
+from ..locks.policy import Policy, Refusal
 from ..locks.several import LockSet
 from ..locks.state import Terms
-
-T = TypeVar("T")
 
 OnConflict: TypeAlias = Literal["skip", "retry", "wait", "raise", "run"]
 OnUnavailable: TypeAlias = Literal["raise", "skip", "run"]
@@ -162,38 +158,6 @@ class Rules:
         if step is None or left <= 0:
             return None
         return min(left, random.uniform(0, step))  # noqa: S311 - to spread load
-
-    def run(
-        self, locks: list[JobLock], body: Callable[[], T], again: Callable[[Refusal], Marker]
-    ) -> T | Marker:
-        """Call the body under its lock, or do what the rules say.
-
-        What the body raises is its own, also where it is a `LockNotAcquired`.
-
-        Args:
-            locks: From `lock_of`. Several: all or none.
-            again: Queues the job again because of the error, or raises it.
-        """
-        lock = locks[0]
-        return self.policy.run(lock, body, partial(self._skip, lock), again, lock_set(locks))
-
-    async def arun(
-        self,
-        locks: list[JobLock],
-        body: Callable[[], Awaitable[T]],
-        again: Callable[[Refusal], Awaitable[Marker]],
-    ) -> T | Marker:
-        """See `run`."""
-        lock = locks[0]
-
-        async def left(refusal: Refusal) -> Marker:
-            return await lock_backends[lock.backend].threads.run(self._skip, lock, refusal)
-
-        return await self.policy.arun(lock, body, left, again, lock_set(locks))
-
-    def _skip(self, lock: Lock, refusal: Refusal) -> Marker:
-        key = refusal.key or lock.key
-        return skip(f"The job of {key!r}", refusal, lock.backend, key)
 
 
 def lock_set(locks: list[JobLock]) -> LockSet | None:

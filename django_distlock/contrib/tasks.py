@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
@@ -19,7 +19,8 @@ from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.sharing import Permits
-from ..locks.policy import Refusal
+from ..handler import lock_backends
+from ..locks.policy import Refusal, skip
 from ..scheduling import Decorator
 from .jobs import (
     MAX_WAIT,
@@ -32,6 +33,7 @@ from .jobs import (
     Rules,
     key_maker,
     limits_of,
+    lock_set,
     only_function,
     queued_again,
 )
@@ -132,6 +134,12 @@ class _Run(NamedTuple):
     queued: Queued
     kwargs: dict[str, Any]
 
+    def left(self, refusal: Refusal) -> Marker:
+        """Say that the body is not run; return what stands for its result."""
+        lock = self.locks[0]
+        key = refusal.key or lock.key
+        return skip(f"The job of {key!r}", refusal, lock.backend, key)
+
 
 class _Locked:
     """The function of a task, and its rules."""
@@ -163,6 +171,7 @@ class _Locked:
 
     def wrapped(self) -> Callable[..., Any]:
         """Return what is called in the function's place."""
+        policy = self._rules.policy
         if inspect.iscoroutinefunction(self._function):
 
             @wraps(self._function)
@@ -174,9 +183,12 @@ class _Locked:
                     result = await task.aenqueue(*run.result.args, **named)
                     return queued_again(error, run.locks[0].key, str(result.id), pause)
 
-                return await self._rules.arun(
-                    run.locks, lambda: self._function(*args, **run.kwargs), again
-                )
+                async def left(refusal: Refusal) -> Marker:
+                    threads = lock_backends[run.locks[0].backend].threads
+                    return await threads.run(run.left, refusal)
+
+                body = partial(self._function, *args, **run.kwargs)
+                return await policy.arun(run.locks[0], body, left, again, lock_set(run.locks))
 
             return asynchronous
 
@@ -189,7 +201,8 @@ class _Locked:
                 result = task.enqueue(*run.result.args, **named)
                 return queued_again(error, run.locks[0].key, str(result.id), pause)
 
-            return self._rules.run(run.locks, lambda: self._function(*args, **run.kwargs), again)
+            body = partial(self._function, *args, **run.kwargs)
+            return policy.run(run.locks[0], body, run.left, again, lock_set(run.locks))
 
         return synchronous
 
