@@ -276,11 +276,7 @@ def scheduled(
 
 
 def note_run(store: BaseLockBackend, name: str) -> None:
-    """Note that a schedule of this name, such as `〈schedule:nightly`, runs now.
-
-    Raises:
-        LockError: The store did not do it.
-    """
+    """Note that a schedule of this name, such as `〈schedule:nightly`, runs now."""
     store.notes.put(name, int(store.clock().timestamp() * 1000), KNOWN)
 
 
@@ -288,9 +284,6 @@ def overdue(store: BaseLockBackend, schedule: Declaration) -> float:
     """Return by how many seconds no tick has run that should have; 0: none is overdue.
 
     A schedule that the store does not know counts from now on.
-
-    Raises:
-        LockError: The store is unavailable.
     """
     noted = store.notes.get(schedule.key)
     if noted is None:

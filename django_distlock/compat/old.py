@@ -49,8 +49,8 @@ return redis.call('DEL', KEYS[1])
 class OldLock(Generic[N]):
     """What old code locks for a key.
 
-    Each operation is one attempt. `owner` is a text that tells one lease from another: an owner may
-    acquire again.
+    Each operation is one attempt, and raises `BackendUnavailable` where it cannot be asked. `owner`
+    is a text that tells one lease from another: an owner may acquire again.
 
     Args:
         name: What the old code calls it: a text in which `{key}` stands for the key, or a function
@@ -79,26 +79,15 @@ class OldLock(Generic[N]):
 
         Args:
             instead_of: An owner who gives it up: it is taken from them in the same step.
-
-        Raises:
-            BackendUnavailable: It cannot be asked.
         """
         raise NotImplementedError
 
     def extend(self, key: str, owner: str, seconds: float | None) -> bool:
-        """Keep it for so long from now on; False: it is somebody else's, or nobody's.
-
-        Raises:
-            BackendUnavailable: It cannot be asked.
-        """
+        """Keep it for so long from now on; False: it is somebody else's, or nobody's."""
         raise NotImplementedError
 
     def release(self, key: str, owner: str) -> None:
-        """Give it back, if it is still there.
-
-        Raises:
-            BackendUnavailable: It cannot be asked.
-        """
+        """Give it back, if it is still there."""
         raise NotImplementedError
 
 

@@ -37,10 +37,6 @@ def candidates(store: BaseLockBackend, older_than: float) -> list[Record]:
     Args:
         older_than: Seconds since they were taken, by the store's clock. A task whose sender has
             its key, and has not sent it yet, is not in the broker either.
-
-    Raises:
-        BackendUnavailable: The store is unavailable.
-        LockUsageError: It cannot list what it has.
     """
     since = store.clock() - timedelta(seconds=older_than)
     found: dict[str, Record] = {}
@@ -58,10 +54,6 @@ def missing(app: Any, ids: Iterable[str], queues: Iterable[str], patience: float
     Args:
         queues: What is looked at besides the queues that app, workers and broker know.
         patience: Seconds that workers have to answer.
-
-    Raises:
-        BackendUnavailable: The broker is unavailable.
-        Unseen: It does not show what it has.
     """
     left = set(ids)
     if not left:
