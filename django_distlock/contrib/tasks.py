@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial, wraps
 from importlib import import_module
-from typing import Any, Final, NamedTuple, NoReturn, cast
+from typing import Any, Final, NamedTuple, cast
 
 from django.utils import timezone
 
@@ -209,7 +209,14 @@ class _Locked:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
         result = self._result_of(args, kwargs)
         if self._insists and result is not None and not _defers(result):
-            self._refuse_backend(result)
+            backend = result.task.get_backend()
+            raise LockUsageError(
+                f'{result.task.module_path} is locked with on_conflict="retry", but its backend'
+                f" {backend.alias!r} ({type(backend).__name__}) cannot run a task later"
+                " (supports_defer). Use one that can; or leave on_conflict out, to raise"
+                " LockNotAcquired where it cannot.",
+                code="unsupported",
+            )
         queued = Queued.from_json(kwargs[TRAVELS]) if TRAVELS in kwargs else Queued(time.time())
         kwargs = {name: value for name, value in kwargs.items() if name != TRAVELS}
         own, task_id = args[self._hidden :], None if result is None else str(result.id)
@@ -221,8 +228,11 @@ class _Locked:
 
     def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = next(iter(_running.get()[-1:]), None)
-        if self._hidden and args and _is_context(args[0]):
-            result, args = args[0].task_result, args[1:]
+        if self._hidden and args:
+            known = (sys.modules[name] for name in PACKAGES if name in sys.modules)
+            kinds: Any = tuple(each.TaskContext for each in known)
+            if isinstance(args[0], kinds):
+                result, args = args[0].task_result, args[1:]
         # The body of a task may call others, or itself, as the functions that they are.
         if (
             result is not None
@@ -252,24 +262,9 @@ class _Locked:
         task = run.result.task.using(run_after=timezone.now() + timedelta(seconds=pause))
         return task, pause, {**run.kwargs, TRAVELS: run.queued.again()}
 
-    def _refuse_backend(self, result: Any) -> NoReturn:
-        backend = result.task.get_backend()
-        raise LockUsageError(
-            f'{result.task.module_path} is locked with on_conflict="retry", but its backend'
-            f" {backend.alias!r} ({type(backend).__name__}) cannot run a task later"
-            " (supports_defer). Use one that can; or leave on_conflict out, to raise"
-            " LockNotAcquired where it cannot.",
-            code="unsupported",
-        )
-
 
 def _defers(result: Any) -> bool:
     return bool(result.task.get_backend().supports_defer)
-
-
-def _is_context(value: object) -> bool:
-    kinds = (sys.modules[name].TaskContext for name in PACKAGES if name in sys.modules)
-    return isinstance(value, tuple(kinds))
 
 
 def _listen() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Final
 
 from django.db import models
@@ -32,13 +33,8 @@ _SAME_TEXT = {
 }
 
 
-class _Nobody:
-    key = ""
-    fence = -1
-
-
 #: Whoever has no lease: every row has a higher fence.
-NOBODY: Final = _Nobody()
+NOBODY: Final[Any] = SimpleNamespace(key="", fence=-1)
 
 
 class FenceField(models.PositiveBigIntegerField):  # type: ignore[type-arg]

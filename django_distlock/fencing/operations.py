@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from django.core.exceptions import FieldDoesNotExist, FieldError
@@ -18,6 +17,14 @@ from .triggers import EnforcedState, FenceTrigger, column_of, is_fence, trigger_
 
 #: What the column is called, unless a migration says otherwise.
 _FENCE = "fence"
+#: What MySQL says, and what its account lacks: no privilege on the table; no privilege of the
+#: server; none while it writes a binary log.
+_DENIED = {1142, 1227, 1419}
+_ADVICE = (
+    "EnforceFence makes a trigger. The account that migrates needs the TRIGGER privilege on the"
+    " table and, where the server writes a binary log, either SUPER or a server with"
+    " log_bin_trust_function_creators = 1."
+)
 
 
 class _FenceOperation(FieldOperation):
@@ -61,8 +68,13 @@ class _FenceOperation(FieldOperation):
         if after is None:
             trigger.uninstall(model, schema_editor)
             return
-        with _advice(schema_editor):
+        try:
             trigger.install(model, schema_editor)
+        except DatabaseError as error:
+            number = error.args[0] if error.args else None
+            if schema_editor.connection.vendor == "mysql" and number in _DENIED:
+                error.add_note(_ADVICE)
+            raise
 
     # The same on the way back.
     database_backwards = database_forwards
@@ -161,23 +173,3 @@ class RelaxFence(_FenceOperation):
     @property
     def migration_name_fragment(self) -> str:
         return f"relax_{self.model_name_lower}_{self.name_lower}"
-
-
-#: No privilege on the table; no privilege of the server; none while it writes a binary log.
-_DENIED = {1142, 1227, 1419}
-
-
-@contextmanager
-def _advice(schema_editor: BaseDatabaseSchemaEditor) -> Iterator[None]:
-    """Add to MySQL's refusal what the account lacks."""
-    try:
-        yield
-    except DatabaseError as error:
-        number = error.args[0] if error.args else None
-        if schema_editor.connection.vendor == "mysql" and number in _DENIED:
-            error.add_note(
-                "EnforceFence makes a trigger. The account that migrates needs the TRIGGER"
-                " privilege on the table and, where the server writes a binary log, either SUPER"
-                " or a server with log_bin_trust_function_creators = 1."
-            )
-        raise

@@ -132,7 +132,14 @@ def _take(place: JobLock, sending: Sending) -> tuple[claims.Claim, Record | None
         try:
             return reserve(), None
         except LockNotAcquired as error:
-            full = _full(place, error)
+            full = LockNotAcquired(
+                f"{place.permits} calls already wait for {place.key!r}, the maximum.",
+                key=place.key,
+                holder=error.holder,
+                held_for=error.held_for,
+                expires_in=error.expires_in,
+                code="backlog_full",
+            )
             full.__cause__ = error
         waiting = claims.records_of(store, place.key)
         is_full = len(waiting) >= terms.max_queued
@@ -145,17 +152,6 @@ def _take(place: JobLock, sending: Sending) -> tuple[claims.Claim, Record | None
         # Others took a place at the same moment, gave it back, or took that of the same one.
         if monotonic() >= until:
             raise full
-
-
-def _full(place: JobLock, error: LockNotAcquired) -> LockNotAcquired:
-    return LockNotAcquired(
-        f"{place.permits} calls already wait for {place.key!r}, the maximum.",
-        key=place.key,
-        holder=error.holder,
-        held_for=error.held_for,
-        expires_in=error.expires_in,
-        code="backlog_full",
-    )
 
 
 def _note_replaced(store: BaseLockBackend, replaced: Record, terms: Terms) -> None:

@@ -126,8 +126,11 @@ class Recorder(Hearer):
         prefix = self._seen_prefix(alias, key)
         self._to.add(ACQUIRE, alias, prefix, outcome_of(cause, more.get("wait")))
         self._to.observe(WAIT, waited, alias, prefix)
-        if isinstance(cause, LockNotAcquired) and (held_for := blocked_for(cause)) is not None:
-            self._to.observe(BLOCKED, held_for, alias, prefix)
+        if not isinstance(cause, LockNotAcquired) or cause.held_for is None or cause.settled:
+            return
+        # Of whom an end is to be expected: a leader and a task that is queued keep the key.
+        if not (cause.holder is None or cause.holder.leads or cause.holder.is_queued):
+            self._to.observe(BLOCKED, cause.held_for, alias, prefix)
 
     def _skipped(self, *, alias: str, key: str, cause: object, **_: Any) -> None:
         reason = reason_of(cause)
@@ -193,18 +196,6 @@ def outcome_of(cause: object, wait: float | None) -> str:
     if isinstance(cause, (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt)):
         return "cancelled"
     return "error"
-
-
-def blocked_for(error: LockNotAcquired) -> float | None:
-    """Return for how long somebody has been in the way, of whom an end is to be expected.
-
-    None: it is not known; or the key is kept on purpose: by a leader, a task that is queued, or
-    behind a run.
-    """
-    holder = error.holder
-    if holder is None or holder.leads or holder.is_queued or error.settled:
-        return None
-    return error.held_for
 
 
 def reason_of(cause: object) -> str:
