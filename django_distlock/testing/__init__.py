@@ -4,12 +4,10 @@
 `simulate_pause()`. The other helpers work on every backend.
 """
 
-from .assertions import assert_locked, assert_not_locked
 from .memory import Locks, MemoryLocks, memory_locks
-from .others import expire, hold, steal
+from .others import assert_locked, assert_not_locked, expire, hold, steal
 from .outages import lose_connection
-from .pauses import simulate_pause
-from .timeline import advance
+from .timeline import advance, simulate_pause
 
 __all__ = [
     "Locks",

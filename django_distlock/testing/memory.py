@@ -16,11 +16,9 @@ from ..core.durations import Duration
 from ..core.errors import InvalidArgument
 from ..handler import lock_backends
 from ..signals import lock_lost, lock_taken_over
-from .assertions import assert_locked, assert_not_locked
-from .others import expire, hold, steal
+from .others import assert_locked, assert_not_locked, expire, hold, steal
 from .outages import lose_connection
-from .pauses import simulate_pause
-from .timeline import Timeline
+from .timeline import Timeline, simulate_pause
 
 if TYPE_CHECKING:
     import unittest
