@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
@@ -25,7 +25,7 @@ from ..signals import lock_acquired, lock_lost, lock_not_acquired, lock_released
 from .metrics.gauges import process_numbers, store_numbers
 from .metrics.instruments import INSTRUMENTS, PROCESS_GAUGES, STORE_GAUGES, Instrument
 from .metrics.prefixes import MOST, Prefixes
-from .metrics.recording import Hearer, Recorder, cause_of, outcome_of
+from .metrics.recording import Recorder, cause_of, hear, outcome_of
 
 __all__ = ["install", "uninstall"]
 
@@ -78,9 +78,8 @@ def install(
             exporter = _Exporter(name, meters, heard, stores=stores)
             spans = _Spans(tracers, heard, keys=keys, least=least)
             uid, hearing = f"{__name__} {id(meters)} {id(tracers)}", ExitStack()
-            for each, its_uid in ((Recorder(exporter, heard), uid), (spans, f"{uid} spans")):
-                each.connect(its_uid)
-                hearing.callback(each.disconnect, its_uid)
+            hearing.callback(hear(Recorder(exporter, heard).receivers(), uid))
+            hearing.callback(hear(spans.receivers(), f"{uid} spans"))
             # With the providers, which are kept as long: their ids name them.
             _installed[name] = hearing, meter_provider, tracer_provider
 
@@ -155,7 +154,7 @@ def _observing(
     return observe
 
 
-class _Spans(Hearer):
+class _Spans:
     """Makes spans of what the signals tell, when it is over.
 
     A span of a lease has the parent that was current when the key was granted. Spans are made at
@@ -170,7 +169,8 @@ class _Spans(Hearer):
         self._held: OrderedDict[Place, Context] = OrderedDict()
         self._mutex = threading.RLock()
 
-    def _receivers(self) -> Iterable[tuple[Signal, Any]]:
+    def receivers(self) -> Sequence[tuple[Signal, Any]]:
+        """Return what it hears, and with what."""
         return (
             (lock_acquired, self._acquired),
             (lock_not_acquired, self._not_acquired),

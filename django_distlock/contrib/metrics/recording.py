@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -74,25 +73,19 @@ class Exporter(Protocol):
         """Put a value into a histogram."""
 
 
-class Hearer(ABC):
-    """Hears signals while it is connected."""
+def hear(receivers: Sequence[tuple[Signal, Any]], uid: str) -> Callable[[], None]:
+    """Hear signals from now on, unless others do under this name; return what ends that."""
+    for signal, receive in receivers:
+        signal.connect(receive, weak=False, dispatch_uid=uid)
 
-    @abstractmethod
-    def _receivers(self) -> Iterable[tuple[Signal, Any]]:
-        """Return what it hears, and with what."""
-
-    def connect(self, uid: str) -> None:
-        """Hear from now on, unless another recorder was connected under this name before."""
-        for signal, receive in self._receivers():
-            signal.connect(receive, weak=False, dispatch_uid=uid)
-
-    def disconnect(self, uid: str) -> None:
-        """Hear no more."""
-        for signal, _receive in self._receivers():
+    def end() -> None:
+        for signal, _receive in receivers:
             signal.disconnect(dispatch_uid=uid)
 
+    return end
 
-class Recorder(Hearer):
+
+class Recorder:
     """Hears what is measured."""
 
     def __init__(self, exporter: Exporter, prefixes: Prefixes):
@@ -100,7 +93,8 @@ class Recorder(Hearer):
         self._prefixes = prefixes
         self._seen: tuple[int, set[tuple[str, str]]] = (0, set())
 
-    def _receivers(self) -> Iterable[tuple[Signal, Any]]:
+    def receivers(self) -> Sequence[tuple[Signal, Any]]:
+        """Return what it hears, and with what."""
         return (
             (lock_acquired, self._acquired),
             (lock_not_acquired, self._not_acquired),

@@ -25,7 +25,7 @@ from ...locks import attempts
 from ..metrics.gauges import process_numbers, store_numbers
 from ..metrics.instruments import INSTRUMENTS, LAG, PROCESS_GAUGES, STORE_GAUGES, Instrument
 from ..metrics.prefixes import MOST, Prefixes
-from ..metrics.recording import Recorder
+from ..metrics.recording import Recorder, hear
 
 __all__ = ["install", "scrape_registry", "uninstall"]
 
@@ -37,7 +37,7 @@ INTERVAL = 1.0
 LINGER_SECONDS = 10.0
 
 #: What is registered where, for whoever installs twice.
-_installed: Final[dict[CollectorRegistry, tuple[Recorder, _Exporter]]] = {}
+_installed: Final[dict[CollectorRegistry, tuple[Callable[[], None], _Exporter]]] = {}
 _mutex: Final = threading.Lock()
 
 
@@ -71,9 +71,8 @@ def install(
     with _mutex:
         if registry not in _installed:
             exporter = _Exporter(registry, heard, stores=stores)
-            recorder = Recorder(exporter, heard)
-            recorder.connect(f"{__name__} {id(registry)}")
-            _installed[registry] = recorder, exporter
+            receivers = Recorder(exporter, heard).receivers()
+            _installed[registry] = hear(receivers, f"{__name__} {id(registry)}"), exporter
 
 
 def uninstall(registry: CollectorRegistry | None = None) -> None:
@@ -81,8 +80,8 @@ def uninstall(registry: CollectorRegistry | None = None) -> None:
     registry = REGISTRY if registry is None else registry
     with _mutex:
         if registry in _installed:
-            recorder, exporter = _installed.pop(registry)
-            recorder.disconnect(f"{__name__} {id(registry)}")
+            end, exporter = _installed.pop(registry)
+            end()
             exporter.close()
 
 
@@ -97,7 +96,7 @@ def scrape_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     _bury_the_dead(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
     MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    asking = [each for _recorder, each in _installed.values() if each.asks_stores]
+    asking = [each for _end, each in _installed.values() if each.asks_stores]
     if asking:
         registry.register(_Gauges(STORE_GAUGES, asking[0].store_numbers))
     return registry
