@@ -113,9 +113,6 @@ class Rules:
         Args:
             options: Those of `distlock()`. `retry` is about the pauses in the queue, where there
                 are any. `wait` is 0 if it is left out, or 5 where the job is to wait.
-
-        Raises:
-            InvalidArgument: An argument breaks a rule.
         """
         policy = Policy.of(on_conflict, on_unavailable, "retry", "wait")
         options.setdefault("wait", WAIT if on_conflict == "wait" else 0)
@@ -147,10 +144,7 @@ class Rules:
         """Return the seconds until the next attempt; None: there is none.
 
         The pauses have full jitter, for many jobs may have met one holder. The last attempt is at
-        the end of `max_wait`, or when a worker comes to it.
-
-        Args:
-            now: Seconds since 1970.
+        the end of `max_wait`, or when a worker comes to it. `now` is in seconds since 1970.
         """
         left = math.inf if self.max_wait is None else queued.since + self.max_wait - now
         steps = self.retry.pauses(lambda: 1.0)

@@ -57,11 +57,7 @@ class Sending:
     def without_store(
         self, error: BackendUnavailable, lock: JobLock, what: str, publish: Callable[[], Any]
     ) -> Any:
-        """Do what the terms say of a call where the store is unavailable.
-
-        Args:
-            what: What nobody knows then, as the log says it; takes the key.
-        """
+        """Do what the terms say of a call where the store is unavailable; the log says `what`."""
         policy = where_unavailable(error, self.terms.on_unavailable or "raise")
         if policy == "run" or self.follows or (policy == "skip" and self.is_awaited):
             extra = log_fields("bypassed", backend=lock.backend, task=lock.task_id, error=error)

@@ -41,8 +41,7 @@ def check_tasks(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
             found += _check_base(task, terms)
             found += _check_limits(task, terms)
             found += _check_visibility(task, terms)
-            found += _check_skipping(task, terms)
-            found += _check_running(task, terms)
+            found += _check_policy(task, terms)
             found += _check_template(task, terms)
     return found
 
@@ -101,25 +100,27 @@ def _check_visibility(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
     options = conf.broker_transport_options or {}
     visible = float(options.get("visibility_timeout", default))
     needed = max(float(task.time_limit or 0), terms.rules.lock.ttl or 0.0)
+    late = []
     if visible < terms.debounce:
-        yield checks.Warning(
-            f"The broker redelivers messages that are not acknowledged within {visible:g} s, but"
-            f" calls of the task {task.name} are delayed by {terms.debounce:g} s. A call may run"
-            " twice.",
-            hint=f"Raise visibility_timeout in broker_transport_options. {_DOCS}",
-            id="distlock.W401",
+        late.append(
+            f"calls of the task {task.name} are delayed by {terms.debounce:g} s. A call may run"
+            " twice."
         )
     if task.acks_late and visible < needed:
+        late.append(
+            f"the task {task.name} may take {needed:g} s. It is redelivered while it runs, and"
+            " queued again until the run has ended."
+        )
+    for each in late:
         yield checks.Warning(
             f"The broker redelivers messages that are not acknowledged within {visible:g} s, but"
-            f" the task {task.name} may take {needed:g} s. It is redelivered while it runs, and"
-            " queued again until the run has ended.",
+            f" {each}",
             hint=f"Raise visibility_timeout in broker_transport_options. {_DOCS}",
             id="distlock.W401",
         )
 
 
-def _check_skipping(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
+def _check_policy(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
     if terms.on_conflict == "skip" and task.acks_late and task.reject_on_worker_lost:
         yield checks.Warning(
             f"The task {task.name} is redelivered when its worker dies, but is skipped if its key"
@@ -128,9 +129,6 @@ def _check_skipping(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
             hint=f'Use on_conflict="retry". {_DOCS}',
             id="distlock.W402",
         )
-
-
-def _check_running(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
     if terms.on_conflict == "run" and task.acks_late:
         yield checks.Warning(
             f"The task {task.name} may be redelivered while it runs, and runs without its lock if"

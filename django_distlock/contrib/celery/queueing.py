@@ -195,15 +195,7 @@ def _queued_already(
 def _send_if_overtaken(
     lock: JobLock, grant: Grant, again: Callable[[], Any], publish: Callable[[], Any]
 ) -> Any:
-    """Note that a call is in the broker; send it again if its message would give way in vain.
-
-    Args:
-        again: Sends it as a later call.
-        publish: Sends it without a number: such a message gives way to none.
-
-    Returns:
-        What was sent; None: nothing.
-    """
+    """Note that a call is in the broker; send it again if its message would give way in vain."""
     try:
         return again() if claims.is_overtaken(lock, grant) else None
     except LockError as error:
@@ -211,6 +203,7 @@ def _send_if_overtaken(
         logger.warning(
             "It is unknown which call of %r is the last one: %s", lock.key, error, extra=extra
         )
+        # Without a number: such a message gives way to none.
         return publish()
 
 
