@@ -21,7 +21,6 @@ from ...core.records import Record
 from ...handler import lock_backends
 from ...locks.blocks import Block
 from ...locks.lease import Lease
-from ...locks.lock import Lock
 from ...locks.no_lease import tell_bypassed, tell_requeued
 from ...locks.policy import Refusal, attempt, skip, where_unavailable
 from ...process import deferred_release
@@ -114,17 +113,14 @@ class Run:
                 return self._left(locks, unique) if self._is_replaced else self._run()
         return self._refused(refusal, unique)
 
-    @property
-    def has_keys(self) -> bool:
-        """Whether its keys are known: then `end` ends what it holds."""
-        return self._key is not None
-
     def end(self, state: str, retval: Any) -> None:
         """End what lasts until the result is stored, and note that it is."""
+        # Its pool ends a greenlet by what is no `Exception`; the end of a worker is a `SystemExit`.
+        no_kill = Exception, SystemExit, KeyboardInterrupt, type(None)
         is_over = (
             state in (states.SUCCESS, states.FAILURE)
             or (self.has_begun and state != states.RETRY)
-            or (not state and _is_greenlet_killed())
+            or (not state and not isinstance(sys.exception(), no_kill))
         )
         try:
             is_left = state == states.FAILURE and not self.has_begun and self._delivery.is_queued
@@ -247,9 +243,11 @@ class Run:
             lease = stack.enter_context(lock)
             self._refuse_beside_itself(lease)
         except LockNotAcquired as error:
-            # Who has one of several permits leaves the others: nothing has to be taken over.
-            alone = not lock.shared and lock.permits == 1
-            if not (alone and self._is_by_itself(error) and _may_be_stolen(lock, error)):
+            # Who has one of several permits leaves the others: nothing has to be taken over. What
+            # is kept behind a release has no holder that could be dead.
+            may_be_stolen = not (lock.shared or lock.permits != 1 or lock.hold or lock.min_hold)
+            holder = error.holder if may_be_stolen and self._is_by_itself(error) else None
+            if holder is None or not is_gone(holder):
                 raise
             lease = stack.enter_context(replace(lock, steal_if_dead=True))
         self._fence = lease.fence
@@ -463,18 +461,6 @@ def require_base(task: Any) -> None:
         )
 
 
-def _may_be_stolen(lock: Lock, error: LockNotAcquired) -> bool:
-    # What is kept behind a release has no holder that could be dead.
-    kept = lock.hold or lock.min_hold
-    return not kept and error.holder is not None and is_gone(error.holder)
-
-
-def _is_greenlet_killed() -> bool:
-    # Its pool ends a task by what is no `Exception`; the end of a worker is a `SystemExit`.
-    error = sys.exception()
-    return error is not None and not isinstance(error, (Exception, SystemExit, KeyboardInterrupt))
-
-
 def ended(task: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:
     """End what lasts until the result of a task is stored: a receiver of `task_postrun`."""
     request: Any = getattr(task, "request", None)
@@ -485,8 +471,8 @@ def ended(task: Any = None, state: str | None = None, retval: Any = None, **_: A
         # is interrupted, it dies, and the key ends.
         end: Callable[..., object] = made.end
         (made.opened.pop(), end(state or "", retval))
-        if made.has_keys:
-            return
+        if made._key is not None:
+            return  # Its keys are known, and so it has ended what it held.
     is_rejected = state == states.REJECTED and not getattr(retval, "requeue", False)
     # Without a state: the store of results did not take that it is started, and so it has failed.
     is_failed = state is None and isinstance(sys.exception(), Exception)

@@ -112,13 +112,9 @@ class Terms:
         until_start: Whether a task gives its unique key back before its body begins.
         debounce: Seconds behind its last call in which a task is run; 0: it is not debounced.
         max_queued: How many calls may wait behind a key; 0: any number.
-        on_full: What becomes of one more: "raise", "drop" or "replace".
         rules: The lock, and what jobs have in common; what it says of refusals is not asked.
         on_conflict: What was asked for; None: what `acks_late` suggests.
         on_unavailable: The same where the store is unavailable.
-        inherit: Whether a task runs under the lease of the one that sent it.
-        grace: See `GRACE`.
-        queued_for: See `QUEUED_FOR`.
         redelivery_window: See `REDELIVERY_WINDOW`; 0: none.
     """
 
