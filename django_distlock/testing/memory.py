@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 D = TypeVar("D", bound=Callable[..., Any])
 
 MEMORY = "django_distlock.backends.memory.MemoryBackend"
+_EVENTS = "django_distlock.process.event_log"
 
 
 class Locks:
@@ -187,14 +188,7 @@ def _in_memory(timeline: Timeline, settings: dict[str, Any]) -> Iterator[None]:
     finally:
         lock_backends._backends.update(before)
         if any(kept_events):
-            _keep_events()
+            from ..process import event_log
 
-
-_EVENTS = "django_distlock.process.event_log"
-
-
-def _keep_events() -> None:
-    from ..process import event_log
-
-    lock_taken_over.connect(event_log.note_takeover, dispatch_uid=_EVENTS)
-    lock_lost.connect(event_log.note_loss, dispatch_uid=_EVENTS)
+            lock_taken_over.connect(event_log.note_takeover, dispatch_uid=_EVENTS)
+            lock_lost.connect(event_log.note_loss, dispatch_uid=_EVENTS)

@@ -177,16 +177,14 @@ def assert_not_locked(key: str, *, backend: str = "default") -> None:
     """
     record = _record(key, backend)
     if record is not None:
-        raise AssertionError(f"{key!r} is locked on {backend!r}: {_told(record)}.")
+        verb = "has kept it" if record.is_settled else "has held it"
+        raise AssertionError(
+            f"{key!r} is locked on {backend!r}: {record.holder.who} {verb} since"
+            f" {record.acquired_at.isoformat(' ', 'milliseconds')} (fence {record.fence})."
+        )
 
 
 def _record(key: str, backend: str) -> Record | None:
     # What this process has given up in a rollback is not held any more.
     deferred_release.flush((backend, key))
     return lock_backends[backend].read(key)
-
-
-def _told(record: Record) -> str:
-    holder, since = record.holder, record.acquired_at.isoformat(" ", "milliseconds")
-    verb = "has kept it" if record.is_settled else "has held it"
-    return f"{holder.who} {verb} since {since} (fence {record.fence})"
