@@ -49,14 +49,9 @@ class _Bridged(BaseLockBackend):
         super().__init__(config, **options)
         self._bridge = bridge
 
-    @property
-    def is_listening(self) -> bool:
-        """Nobody tells when old code gives its lock back: waiters poll."""
-        return False
-
-    def listen(self, bound: float = 0.0) -> bool:
-        """See `is_listening`."""
-        return False
+    # Nobody tells when old code gives its lock back: waiters poll.
+    is_listening = BaseLockBackend.is_listening
+    listen = BaseLockBackend.listen
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
         if attempt.replace not in (None, attempt.token):
