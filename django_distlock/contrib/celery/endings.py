@@ -206,10 +206,11 @@ def _locks_of(terms: Terms, task: Any, request: Any) -> list[JobLock] | None:
     """Return what a task may hold; None: its keys are not known here."""
     keys = [*(each for each, _ in terms.locks), *([terms.unique] if terms.unique else [])]
     body = getattr(task, "_orig_run", task.run)
-    # Code of the project makes a key only where the task runs, as does what wraps its body: with
-    # pydantic=True its arguments are others than those of the message.
+    # Code of the project makes a key, or counts its holders, only where the task runs, as does what
+    # wraps its body: with pydantic=True its arguments are others than those of the message.
     is_wrapped = hasattr(getattr(body, "__wrapped__", None), "distlock_terms")
-    if is_wrapped or terms.counts_by_code or not all(each.is_plain for each in keys):
+    counts = [terms.rules.lock.permits, *(permits for _, permits in terms.locks)]
+    if is_wrapped or any(map(callable, counts)) or not all(each.is_plain for each in keys):
         return None
     call = queueing.call_of(task, tuple(request.args or ()), dict(request.kwargs or {}))
     try:

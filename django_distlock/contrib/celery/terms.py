@@ -215,12 +215,6 @@ class Terms:
         """The keys of the only lock, or of the first one; None: there is none."""
         return self.locks[0][0] if self.locks else None
 
-    @property
-    def counts_by_code(self) -> bool:
-        """Whether code of the project says how many may hold a key."""
-        given = [self.rules.lock.permits, *(permits for _, permits in self.locks)]
-        return any(callable(each) for each in given)
-
     def locks_of(self, call: Call, sent: Call, task_id: str | None) -> list[JobLock]:
         """Return the locks of one run; `sent`: the call as its sender saw it."""
         return [
