@@ -21,8 +21,7 @@ from ...conf import monitor_tokens
 from ...core.errors import LockError
 from ...handler import lock_backends
 from ...inspection import Operation, Statistics, may, statistics
-from ..metrics.asking import ask_each
-from ..metrics.gauges import health
+from ..metrics.gauges import ask_each, health
 
 View = Callable[[HttpRequest], HttpResponseBase]
 
