@@ -12,6 +12,7 @@ import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from copy import copy
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
@@ -109,16 +110,8 @@ class advisory:  # noqa: N801 - its name in django-pglock
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T | None:
             # One for each call: threads must not share what is entered.
-            call = advisory(
-                lock_id,
-                shared=self.shared,
-                xact=self.xact,
-                using=self.using,
-                timeout=UNSET if self.timeout is None else self.timeout,
-                side_effect=self.side_effect,
-                backend=self.backend,
-            )
-            call._is_decorator = True
+            call = copy(self)
+            call.lock_id, call._is_decorator, call._entered = lock_id, True, _Entered()
             with call as acquired:
                 return function(*args, **kwargs) if acquired else None
 
