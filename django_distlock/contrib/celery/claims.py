@@ -75,7 +75,6 @@ def reserve(
     lock = replace(
         lock,
         ttl=queue_ttl(terms, store.config.max_ttl, delay, unique_ttl),
-        wait=0.0,
         hold=False,
         min_hold=0.0,
         basic=False,

@@ -240,10 +240,9 @@ def _is_dead(record: Record, patience: float) -> bool:
 def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any) -> None:
     lock, grant = terms.rules.lock, record.grant
     kept = (lock.ttl or store.config.ttl) if lock.hold else lock.min_hold
-    if kept and (terms.lock is None or not record.key.startswith(UNIQUE_PREFIX)):
-        released = store.release(grant, kept)
-    else:
-        released = store.release(grant)
+    if terms.lock is not None and record.key.startswith(UNIQUE_PREFIX):
+        kept = 0.0
+    released = store.release(grant, kept or None)
     if released is False:
         return  # The process has done so itself, or somebody else has the key.
     text = f"%r is released: process {record.holder.pid}, which ran its task %s, has died"

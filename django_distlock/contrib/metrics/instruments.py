@@ -106,10 +106,7 @@ OVERDUE_TICK = _gauge(
     "s",
 )
 
-INSTRUMENTS: Final = (
-    ACQUIRE, WAIT, BLOCKED, HOLD, LOST, REJECTED, TAKEN_OVER, FORCED, BYPASSED, SKIPPED, REQUEUED,
-    SLACK, LAG, ACTIVE, OVERDUE, WAITING, STORE_UP, LOCKS_HELD, HELD_PAST_EXPIRY,
-    OLDEST, OVERDUE_TICK,
-)  # fmt: skip
+#: All of the above, in this order.
+INSTRUMENTS: Final = tuple(each for each in [*globals().values()] if isinstance(each, Instrument))
 PROCESS_GAUGES: Final = (ACTIVE, OVERDUE, WAITING, LAG)
 STORE_GAUGES: Final = (STORE_UP, LOCKS_HELD, HELD_PAST_EXPIRY, OLDEST, OVERDUE_TICK)
