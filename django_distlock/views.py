@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
 from functools import partial, wraps
@@ -271,7 +271,9 @@ class _Locked:
         self.lock = distlock("?", on_conflict=in_conflict, **options)
         self._status, self._make = status, refusal
         self._retry_after = None if retry_after is None else seconds(retry_after, "retry_after")
-        self._room = _room(self.lock.metadata)
+        taken = len(json.dumps({REQUEST: "", **self.lock.metadata}, ensure_ascii=False).encode())
+        #: How many characters of a request fit beside other metadata; 0: it is left out.
+        self._room = max(0, min(MAX_TEXT, MAX_METADATA_BYTES - taken))
         #: Aliases whose transactions the view does without.
         self._not_atomic: set[str] | _Every = set()
 
@@ -369,7 +371,10 @@ class _Locked:
             raise BadRequest(str(error)) from error
         metadata = self.lock.metadata
         if self._room:
-            metadata = {REQUEST: _line(request)[: self._room], **metadata}
+            # In ASCII: a client may put anything into method and path, NUL for one.
+            parts = (request.method or "", request.path)
+            line = " ".join(quote(each, _PATH, errors="replace") for each in parts)
+            metadata = {REQUEST: line[: self._room], **metadata}
         return for_call(self.lock, key, values, named, metadata=metadata)
 
     def _atomic(self, view: View, *args: Any, **kwargs: Any) -> Any:
@@ -421,18 +426,6 @@ def _require_view(view: object) -> None:
             "locked_view decorates a method where it is defined, without method_decorator.",
             code="unsupported",
         )
-
-
-def _line(request: HttpRequest) -> str:
-    """Return method and path in ASCII: a client may put anything into them, NUL for one."""
-    parts = (request.method or "", request.path)
-    return " ".join(quote(each, _PATH, errors="replace") for each in parts)
-
-
-def _room(metadata: Mapping[str, Any]) -> int:
-    """Return how many characters of a request fit beside other metadata; 0: leave it out."""
-    taken = len(json.dumps({REQUEST: "", **metadata}, ensure_ascii=False).encode())
-    return max(0, min(MAX_TEXT, MAX_METADATA_BYTES - taken))
 
 
 def _estimated(error: Exception) -> int:

@@ -137,7 +137,15 @@ class advisory:  # noqa: N801 - its name in django-pglock
 
     def _acquired(self, enter: Callable[[Lock], object]) -> bool:
         """Take it by entering a lock, or for a transaction; see `acquire`."""
-        effect = self._effect()
+        if not self.lock_id:
+            raise ValueError("Must supply a lock ID as the first argument.")
+        effect: Any = self.side_effect or (Raise if self._is_decorator else Return)
+        if effect not in (Return, Raise, Skip):
+            raise ValueError(f"side_effect is Return, Raise or Skip, not {shown(effect)}.")
+        if effect is (Return if self._is_decorator else Skip):
+            raise ValueError(
+                f"{effect.__name__} is for {'blocks' if effect is Return else 'decorators'}."
+            )
         key = _key(self.lock_id)
         if self.xact and not connections[self.using].in_atomic_block:
             raise RuntimeError("Must be in a transaction to use xact=True.")
@@ -190,19 +198,6 @@ class advisory:  # noqa: N801 - its name in django-pglock
         return acquired
 
     __exit__ = Keeping.by(_leave)
-
-    def _effect(self) -> type:
-        """Return the side effect; see `acquire` for errors."""
-        if not self.lock_id:
-            raise ValueError("Must supply a lock ID as the first argument.")
-        effect: Any = self.side_effect or (Raise if self._is_decorator else Return)
-        if effect not in (Return, Raise, Skip):
-            raise ValueError(f"side_effect is Return, Raise or Skip, not {shown(effect)}.")
-        if effect is (Return if self._is_decorator else Skip):
-            raise ValueError(
-                f"{effect.__name__} is for {'blocks' if effect is Return else 'decorators'}."
-            )
-        return effect  # type: ignore[no-any-return]
 
 
 @contextmanager
