@@ -13,10 +13,9 @@ from ..locks.taking import UNSET
 from . import relations
 from .fields import FENCE, FenceField, Mark
 from .keys import template_of
-from .making import making, refuse_overtaken
 from .querysets import FencedQuerySet
 from .refusing import has_key, key_fields, label, refusals, refuse_without_lease, require_key
-from .rejecting import Fenced, reject, without_lease
+from .rejecting import Fenced, making, refuse_overtaken, reject, without_lease
 
 _SAVE = ("force_insert", "force_update", "using", "update_fields")
 

@@ -12,9 +12,8 @@ from django.db.models.sql import AND, Query
 
 from ..core.errors import LockError, LockUsageError
 from .fields import FENCE, Mark
-from .making import making, refuse_overtaken
 from .refusing import key_fields, refusals, refuse_without_lease, require_key
-from .rejecting import Fenced, require_fence, without_lease
+from .rejecting import Fenced, making, refuse_overtaken, require_fence, without_lease
 from .relations import FencedManager
 
 if TYPE_CHECKING:

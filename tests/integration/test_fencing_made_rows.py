@@ -12,7 +12,7 @@ from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from django_distlock import FenceRejected, Lease, LockNotAcquired, distlock
-from django_distlock.fencing.making import refuse_overtaken
+from django_distlock.fencing.rejecting import refuse_overtaken
 from django_distlock.models import FenceCounter, HeldLock
 from django_distlock.signals import fence_rejected
 from tests.backends import BACKENDS
