@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, ClassVar, Literal, TypeVar
@@ -23,12 +23,7 @@ LOOK_SECONDS = 0.25
 
 
 class Vendor(ABC):
-    """What differs between databases, for one connection.
-
-    Args:
-        connection: The one that the statements run on.
-        using: The alias under which it is found in this thread.
-    """
+    """What differs between databases, for one connection and its alias in this thread."""
 
     # Whose clock decides when a lease ends?
     time_authority: ClassVar[Literal["server", "client"]] = "server"
@@ -45,6 +40,15 @@ class Vendor(ABC):
     clock: ClassVar[str | None] = None
     # Can a row be locked against change while others, who only read it, lock it as well?
     supports_guard: ClassVar[bool] = False
+    # The codes of errors, by what is asked about an error below.
+    busy: ClassVar[Collection[object]] = ()
+    duplicate: ClassVar[Collection[object]] = ()
+    missing: ClassVar[Collection[object]] = ()
+    overtaken: ClassVar[Collection[object]] = ()
+    deadlock: ClassVar[Collection[object]] = ()
+    read_only: ClassVar[Collection[object]] = ()
+    # The code of a `BackendUnavailable`, by theirs.
+    unavailable: ClassVar[Mapping[Any, str]]
 
     def __init__(self, connection: BaseDatabaseWrapper, using: str):
         self.connection = connection
@@ -100,9 +104,6 @@ class Vendor(ABC):
         """Tell the processes that listen, when this transaction commits, that a key is free.
 
         Or may be sooner than they know. Only where somebody waits: see `sql/postgresql`.
-
-        Args:
-            name: The storage key.
         """
 
     def guard(
@@ -119,7 +120,6 @@ class Vendor(ABC):
 
         Args:
             fences: The table of the fence counters, quoted and with its schema.
-            name: The storage key.
             fence: What it has to be.
             bound: Seconds to wait at most for whoever counts it up right now.
             until: The end of the lease, by the store's clock: behind it a transaction lock, which
@@ -137,9 +137,7 @@ class Vendor(ABC):
 
         Args:
             table: Quoted, and with its schema.
-            name: The storage key.
             bound: Seconds to wait at most. A vendor may wait for less.
-            shared: Whether others may share it.
         """
         raise NotImplementedError
 
@@ -148,9 +146,6 @@ class Vendor(ABC):
         """Be the only one who looks for guards of a key: two would take each other for one.
 
         Inside of a transaction.
-
-        Args:
-            name: The storage key.
 
         Yields:
             Whether nobody else does. Others are waited for as long as the transaction waits for
@@ -161,28 +156,28 @@ class Vendor(ABC):
     # Errors
 
     @abstractmethod
+    def codes(self, error: BaseException) -> Sequence[Any]:
+        """Return what the server or the driver calls an error, the most exact code first."""
+
     def is_busy(self, error: BaseException) -> bool:
         """Whether another transaction was in the way for longer than the bound."""
+        return self._is_one(error, self.busy)
 
-    @abstractmethod
     def is_duplicate(self, error: BaseException) -> bool:
         """Whether a row with this value of a unique column exists already."""
+        return self._is_one(error, self.duplicate)
 
-    @abstractmethod
     def is_missing(self, error: BaseException) -> bool:
         """Whether the statement names a table, a column or a function that is not there."""
-
-    @abstractmethod
-    def known_code(self, error: BaseException) -> str | None:
-        """Return the code of a `BackendUnavailable`; "": another known error; None: unknown."""
+        return self._is_one(error, self.missing)
 
     def is_overtaken(self, error: BaseException) -> bool:
         """Whether somebody has changed the row since the transaction began to read."""
-        return False
+        return self._is_one(error, self.overtaken)
 
     def is_deadlock(self, error: BaseException) -> bool:
         """Whether the database found a circle of transactions that wait for each other."""
-        return False
+        return self._is_one(error, self.deadlock)
 
     def has_rolled_back(self, error: BaseException) -> bool:
         """Whether the database has ended the whole transaction, and not the statement alone."""
@@ -190,7 +185,16 @@ class Vendor(ABC):
 
     def is_read_only(self, error: BaseException) -> bool:
         """Whether the transaction is one that may only read."""
-        return False
+        return self._is_one(error, self.read_only)
+
+    def _is_one(self, error: BaseException, these: Collection[object]) -> bool:
+        return any(code in these for code in self.codes(error))
+
+    def known_code(self, error: BaseException) -> str | None:
+        """Return the code of a `BackendUnavailable`; "": another known error; None: unknown."""
+        codes = self.codes(error)
+        known = (self.unavailable[code] for code in codes if code in self.unavailable)
+        return next(known, "") if codes else None
 
     def has_answered(self, error: BaseException) -> bool:
         """Whether an error is what the server said, and not what the driver found."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from typing import Any, ClassVar
@@ -36,7 +36,8 @@ SHORTEST = 0.1
 #: Seconds that a statement waits for a row at most: not every driver can be interrupted in it.
 _LONGEST = 10.0
 
-_MISSING = {1054, 1146}  # unknown column, no such table
+#: Numbers of the client library: no connection, or lost.
+_CLIENT = range(2000, 3000)
 
 _CODES: Mapping[int, str] = {
     1021: "rate_limited",  # disk full
@@ -70,9 +71,8 @@ _CODES: Mapping[int, str] = {
     3572: "network_timeout",  # NOWAIT
     4031: "service_unavailable",  # disconnected for being idle
     4151: "auth_failed",  # account locked
+    **dict.fromkeys(_CLIENT, "service_unavailable"),
 }
-#: Numbers of the client library: no connection, or lost.
-_CLIENT = range(2000, 3000)
 
 _CLOCK = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
 # The inner one reads from the transaction's snapshot, the outer one what is committed. The clock is
@@ -96,6 +96,13 @@ class MySQL(Vendor):
     locks_what_it_scans: ClassVar[bool] = True
     writes_values_out: ClassVar[bool] = True
     supports_guard: ClassVar[bool] = True
+    busy: ClassVar[Collection[int]] = _BUSY
+    duplicate: ClassVar[Collection[int]] = (1062,)
+    missing: ClassVar[Collection[int]] = (1054, 1146)  # unknown column, no such table
+    overtaken: ClassVar[Collection[int]] = (1020,)  # with innodb_snapshot_isolation
+    deadlock: ClassVar[Collection[int]] = (1213,)
+    read_only: ClassVar[Collection[int]] = (1792,)
+    unavailable: ClassVar[Mapping[Any, str]] = _CODES
 
     def now(self) -> datetime:
         return from_microseconds(self._ask(f"SELECT {self.clock}")[0])
@@ -167,22 +174,13 @@ class MySQL(Vendor):
                 with suppress(Error):
                     self._ask("SELECT RELEASE_LOCK(%s)", [look])
 
-    def is_read_only(self, error: BaseException) -> bool:
-        return _number(error) == 1792
-
-    def is_deadlock(self, error: BaseException) -> bool:
-        return _number(error) == 1213
-
     def has_rolled_back(self, error: BaseException) -> bool:
-        if _number(error) != 1205:
+        if 1205 not in self.codes(error):
             return self.is_deadlock(error) or self.is_overtaken(error)
         # Django refuses queries in a transaction that needs a rollback: nothing can be asked.
         return self.connection.needs_rollback or bool(
             self._ask("SELECT @@innodb_rollback_on_timeout")[0]
         )
-
-    def is_overtaken(self, error: BaseException) -> bool:
-        return _number(error) == 1020  # with innodb_snapshot_isolation
 
     def _ask_within(self, bound: float, statement: str, name: str) -> Any:
         # Spelt out: the characters that the caller's session sends may not be all that a key has.
@@ -209,23 +207,13 @@ class MySQL(Vendor):
     def _is_mariadb(self) -> bool:
         return bool(self.connection.mysql_is_mariadb)  # type: ignore[attr-defined]
 
-    def is_busy(self, error: BaseException) -> bool:
-        return _number(error) in _BUSY
-
-    def is_duplicate(self, error: BaseException) -> bool:
-        return _number(error) == 1062
-
-    def is_missing(self, error: BaseException) -> bool:
-        return _number(error) in _MISSING
+    def codes(self, error: BaseException) -> Sequence[int]:
+        number, *_ = getattr(error.__cause__, "args", ()) or (0,)
+        return (number,) if number and isinstance(number, int) else ()
 
     def has_answered(self, error: BaseException) -> bool:
-        return _number(error) not in (0, *_CLIENT)
-
-    def known_code(self, error: BaseException) -> str | None:
-        number = _number(error)
-        if number in _CLIENT:
-            return "service_unavailable"
-        return _CODES.get(number, "") if number else None
+        codes = self.codes(error)
+        return bool(codes) and codes[0] not in _CLIENT
 
 
 #: Also behind a comment that a wrapper of the project's put in front, and in a union.
@@ -274,9 +262,3 @@ def _with_bound(bound: float) -> str:
         # Waits end after whole seconds. A part of one is a limit on the statement.
         limits.append(f"max_statement_time={max(bound, SHORTEST):.6f}")
     return f"SET STATEMENT {', '.join(limits)} FOR "
-
-
-def _number(error: BaseException) -> int:
-    """Return the number that server or driver gave for `error`, or 0."""
-    arguments = getattr(error.__cause__, "args", ())
-    return arguments[0] if arguments and isinstance(arguments[0], int) else 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from django.db.utils import OperationalError
 
@@ -77,6 +77,11 @@ class PostgreSQL(Vendor):
     schema_of: ClassVar[str | None] = SCHEMA_OF
     clock: ClassVar[str | None] = NOW
     supports_guard: ClassVar[bool] = True
+    busy: ClassVar[Collection[str]] = _BUSY
+    duplicate: ClassVar[Collection[str]] = ("23505",)
+    overtaken: ClassVar[Collection[str]] = ("40001",)
+    read_only: ClassVar[Collection[str]] = ("25006",)
+    unavailable: ClassVar[Mapping[Any, str]] = _CODES
 
     def now(self) -> datetime:
         microseconds = "SELECT floor(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
@@ -140,28 +145,15 @@ class PostgreSQL(Vendor):
         if self._ask(f"SELECT {call} FROM {quoted(salt)} s", [name]) is None:  # noqa: S608
             raise no_secret(salt)
 
-    def is_overtaken(self, error: BaseException) -> bool:
-        return sqlstate(error) == "40001"
-
-    def is_read_only(self, error: BaseException) -> bool:
-        return sqlstate(error) == "25006"
-
-    def is_busy(self, error: BaseException) -> bool:
-        return is_busy(error)
-
-    def is_duplicate(self, error: BaseException) -> bool:
-        return sqlstate(error) == "23505"
+    def codes(self, error: BaseException) -> Sequence[str]:
+        state = sqlstate(error)
+        return (state, state[:3], state[:2]) if state else ()
 
     def is_missing(self, error: BaseException) -> bool:
         state = sqlstate(error)
         # A pooler has given the session of another client, who has prepared that statement.
         is_prepared = state == "42P05"
         return state.startswith("42") and state not in _CODES and not is_prepared
-
-    def known_code(self, error: BaseException) -> str | None:
-        state = sqlstate(error)
-        fitting = (_CODES[state[:length]] for length in (5, 3, 2) if state[:length] in _CODES)
-        return next(fitting, "") if state else None
 
 
 def sqlstate(error: BaseException) -> str:

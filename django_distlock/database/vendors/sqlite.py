@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from .base import Vendor
-
-_ERROR = 1  # a statement that makes no sense, such as one about a missing table
-_BUSY = {5, 6}  # SQLITE_BUSY, SQLITE_LOCKED
-_SNAPSHOT = 517  # SQLITE_BUSY_SNAPSHOT
-_READ_ONLY = 8
-_DUPLICATE = {1555, 2067}  # SQLITE_CONSTRAINT_PRIMARYKEY, SQLITE_CONSTRAINT_UNIQUE
 
 #: Seconds that a statement waits for the file at most: no signal interrupts it.
 _LONGEST = 0.25
@@ -35,6 +29,13 @@ class SQLite(Vendor):
     """Whoever writes has the file to himself, from the transaction's beginning."""
 
     time_authority: ClassVar[Literal["server", "client"]] = "client"
+    busy: ClassVar[Collection[int]] = (5, 6)  # SQLITE_BUSY, SQLITE_LOCKED
+    # SQLITE_CONSTRAINT_PRIMARYKEY, SQLITE_CONSTRAINT_UNIQUE
+    duplicate: ClassVar[Collection[int]] = (1555, 2067)
+    missing: ClassVar[Collection[int]] = (1,)  # any statement that makes no sense
+    overtaken: ClassVar[Collection[int]] = (517,)  # SQLITE_BUSY_SNAPSHOT
+    read_only: ClassVar[Collection[int]] = (8,)
+    unavailable: ClassVar[Mapping[Any, str]] = _CODES
 
     def now(self) -> datetime:
         return datetime.now(UTC)
@@ -63,30 +64,7 @@ class SQLite(Vendor):
         finally:
             self._ask(f"PRAGMA busy_timeout = {before}")
 
-    def is_overtaken(self, error: BaseException) -> bool:
-        return _extended(error) == _SNAPSHOT
-
-    def is_read_only(self, error: BaseException) -> bool:
-        return _primary(error) == _READ_ONLY
-
-    def is_busy(self, error: BaseException) -> bool:
-        return _primary(error) in _BUSY
-
-    def is_duplicate(self, error: BaseException) -> bool:
-        return _extended(error) in _DUPLICATE
-
-    def is_missing(self, error: BaseException) -> bool:
-        return _primary(error) == _ERROR
-
-    def known_code(self, error: BaseException) -> str | None:
-        code = _primary(error)
-        return _CODES.get(code, "") if code else None
-
-
-def _extended(error: BaseException) -> int:
-    return getattr(error.__cause__, "sqlite_errorcode", 0)
-
-
-def _primary(error: BaseException) -> int:
-    # The extended codes carry the primary one in their low byte.
-    return _extended(error) & 0xFF
+    def codes(self, error: BaseException) -> Sequence[int]:
+        extended = getattr(error.__cause__, "sqlite_errorcode", 0)
+        # The extended codes carry the primary one in their low byte.
+        return (extended, extended & 0xFF) if extended else ()
