@@ -17,7 +17,7 @@ from django.db.utils import DatabaseError, InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
 from ..conf import BackendConfig
-from ..core.durations import GRACE, MAX_BOUND
+from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
 from ..core.holders import Session
 from ..core.interruptions import pass_on
@@ -266,12 +266,7 @@ class FenceTable:
         connection, vendor = connections[using], vendors.of(using)
         require_transaction(connection)
         try:
-            # Until then nobody could have taken over, whatever becomes of this process.
-            silent = None if grant.ttl is None else grant.ttl + GRACE
-            fences = self._connections.name("fences")
-            return vendor.guard(
-                fences, name, grant.fence, bound, until=grant.expires_at, idle=silent
-            )
+            return vendor.guard(self._connections.name("fences"), name, grant.fence, bound, grant)
         except (DatabaseError, InterfaceError) as error:
             if vendor.has_rolled_back(error):
                 transaction.set_rollback(True, using)

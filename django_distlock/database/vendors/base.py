@@ -14,6 +14,8 @@ from django.db.models import Q
 from django.db.models.expressions import RawSQL
 from django.db.utils import InterfaceError, OperationalError
 
+from ...core.records import Grant
+
 L = TypeVar("L", bound=models.Model)
 
 _MICROSECONDS = models.BigIntegerField()
@@ -107,14 +109,7 @@ class Vendor(ABC):
         """
 
     def guard(
-        self,
-        fences: str,
-        name: str,
-        fence: int,
-        bound: float,
-        *,
-        until: datetime | None = None,
-        idle: float | None = None,
+        self, fences: str, name: str, fence: int, bound: float, lease: Grant | None = None
     ) -> bool:
         """Keep a fence counter as it is until the caller's transaction ends.
 
@@ -122,13 +117,12 @@ class Vendor(ABC):
             fences: The table of the fence counters, quoted and with its schema.
             fence: What it has to be.
             bound: Seconds to wait at most for whoever counts it up right now.
-            until: The end of the lease, by the store's clock: behind it a transaction lock, which
-                counts up nothing, may have had the key. None: it has none.
-            idle: Seconds without a statement after which the server may end the transaction, where
-                it can, and unless it is told to do so sooner.
+            lease: Behind its end a transaction lock, which counts up nothing, may have had the
+                key. Nobody could have taken over before: for that long the transaction may stand
+                still, where the server can end it, and unless it is told to do so sooner.
 
         Returns:
-            Whether it is that fence, and not yet that time.
+            Whether it is that fence, and the lease is not over.
         """
         raise NotImplementedError
 

@@ -18,6 +18,7 @@ from django.db.utils import Error
 
 from ...conf import table
 from ...core.keys import advisory_id
+from ...core.records import Grant
 from ..fields import from_microseconds, to_microseconds
 from .base import LOOK_SECONDS, Vendor
 
@@ -139,20 +140,14 @@ class MySQL(Vendor):
         return gone
 
     def guard(
-        self,
-        fences: str,
-        name: str,
-        fence: int,
-        bound: float,
-        *,
-        until: datetime | None = None,
-        idle: float | None = None,
+        self, fences: str, name: str, fence: int, bound: float, lease: Grant | None = None
     ) -> bool:
         guard = _GUARD.format(fences=fences.replace("%", "%%"), clock=_CLOCK)
         found = self._ask_within(bound, guard, name)
         # With a snapshot from before the grant, what is read behind this would be older than it.
         if found is None or found[:2] != (fence, fence):
             return False
+        until = None if lease is None else lease.expires_at
         return until is None or bool(found[2] < to_microseconds(until))
 
     def lock_row(self, table: str, name: str, bound: float, *, shared: bool) -> bool:

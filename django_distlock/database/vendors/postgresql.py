@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from django.db.utils import OperationalError
 
-from ...core.durations import MAX_STANDSTILL
+from ...core.durations import GRACE, MAX_STANDSTILL
+from ...core.records import Grant
 from ..fields import from_microseconds
 from ..sql import NOW, SCHEMA_OF, called, channel, number, quoted, side_table
 from .base import Vendor
@@ -120,16 +121,10 @@ class PostgreSQL(Vendor):
         self._salted(f"pg_catalog.pg_notify({channel()}, {called('%s')})", name)
 
     def guard(
-        self,
-        fences: str,
-        name: str,
-        fence: int,
-        bound: float,
-        *,
-        until: datetime | None = None,
-        idle: float | None = None,
+        self, fences: str, name: str, fence: int, bound: float, lease: Grant | None = None
     ) -> bool:
-        most = 0 if idle is None else min(milliseconds(idle), _LONGEST)
+        ttl, until = (None, None) if lease is None else (lease.ttl, lease.expires_at)
+        most = 0 if ttl is None else min(milliseconds(ttl + GRACE), _LONGEST)
         arguments = [str(milliseconds(bound)), most, until, name, fence]
         found = self._ask(_GUARD % fences.replace("%", "%%"), arguments)
         return found[0] is not None
