@@ -40,6 +40,7 @@ from ..core.wording import suggestion
 from ..exceptions import InvalidLockBackend
 from .counts import Count, Counts, States, Strain, every_record, listed_states
 from .groups import Guards, Notes, Records, Transactions, Waiters
+from .listening import Listener
 from .queues import Queues
 from .threads import CallThreads
 
@@ -148,6 +149,8 @@ class BaseLockBackend:
         self.threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
         #: Who waits in this process, by storage key.
         self.queues = Queues(self._name)
+        #: Hears of keys that became free; None: the store tells nobody, or wakes them by itself.
+        self._listener: Listener | None = None
         self.guards, self.transactions = Guards(self), Transactions(self)
         self.records, self.waiters, self.notes = Records(self), Waiters(self), Notes(self)
         every.add(self)
@@ -458,7 +461,7 @@ class BaseLockBackend:
     @property
     def is_listening(self) -> bool:
         """Whether this process is woken right now when a key becomes free."""
-        return False
+        return self._listener is not None and self._listener.is_live
 
     def listen(self, bound: float = 0.0) -> bool:
         """Let this process be woken when keys become free, as far as the store can do that.
@@ -471,7 +474,7 @@ class BaseLockBackend:
         Returns:
             Whether wake-ups come: `is_listening`.
         """
-        return self.is_listening
+        return self.is_listening if self._listener is None else self._listener.ensure(bound)
 
     # Counts
 
@@ -663,6 +666,8 @@ class BaseLockBackend:
     def _begin_in_child(self) -> None:
         """Forget what a fork copied: waiters, leases and words on sockets are the parent's."""
         self.queues.forget()
+        if self._listener is not None:
+            self._listener.forget()
 
     # What these share
 

@@ -117,12 +117,10 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
     @property
     def is_listening(self) -> bool:
         """See `BaseLockBackend`. Not inside of a `TestCase`: nothing is sent before its commit."""
-        listener = self._listener
-        return listener is not None and listener.is_live and not self._in_test_case()
+        return super().is_listening and not self._in_test_case()
 
     def listen(self, bound: float = 0.0) -> bool:
-        listener = self._listener
-        return listener is not None and not self._in_test_case() and listener.ensure(bound)
+        return not self._in_test_case() and super().listen(bound)
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
         def acquire(on: str) -> Grant | Contended | None:
@@ -292,11 +290,6 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
             return []
         found = self._ask(lambda on: self._waiters_on(on).numbers(names), writes=False, long=True)
         return [found.get(name, Waits()) for name in names]
-
-    def _begin_in_child(self) -> None:
-        super()._begin_in_child()
-        if self._listener is not None:
-            self._listener.forget()
 
     @property
     def can_renew(self) -> bool:  # type: ignore[override]

@@ -92,6 +92,8 @@ class RedisBackend(BaseLockBackend):
     distributed: ClassVar[bool] = True
     supports_wakeups: ClassVar[bool] = True
 
+    _listener: Listener
+
     def __init__(
         self,
         config: BackendConfig,
@@ -134,13 +136,6 @@ class RedisBackend(BaseLockBackend):
     def acquires_together(self) -> bool:  # type: ignore[override]
         """Not on a cluster, whose servers have different keys."""
         return not self.store.is_cluster
-
-    @property
-    def is_listening(self) -> bool:
-        return self._listener.is_live
-
-    def listen(self, bound: float = 0.0) -> bool:
-        return self._listener.ensure(bound)
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
         keys = [self._at(kind, attempt.name) for kind in ("lock", "fence", "pause", "shared")]
@@ -436,7 +431,6 @@ class RedisBackend(BaseLockBackend):
 
     def _begin_in_child(self) -> None:
         super()._begin_in_child()
-        self._listener.forget()
         self.store.begin_in_child()
 
     def _keep_no_connections(self) -> None:
