@@ -9,12 +9,10 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 from django.db import connections
-from django.db.utils import DatabaseError, InterfaceError
 
 from ..conf import BackendConfig
 from ..core.errors import LockError
 from ..core.holders import Holder
-from ..core.keys import whole_name
 from ..core.records import (
     UNKNOWN,
     Attempt,
@@ -29,8 +27,6 @@ from ..core.records import (
     Waiting,
     Waits,
 )
-from ..database import vendors
-from ..database.borrowing import NoConnectionFree
 from ..database.connections import close_before_drop, in_test_case
 from ..database.server_functions import ServerFunctions
 from ..database.sql import side_table
@@ -326,15 +322,8 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
     def _waiters_on(self, on: str) -> WaiterManager:
         return self._waiting.db_manager(on)
 
-    def _busy(self, name: str) -> Contended:
-        """Return a busy answer, with the holder if a plain read can tell."""
-        try:
-            with self._connections.use(0, writes=False) as on:
-                record = self._locks_on(on).read_key(whole_name(name), bound=0)
-                now = vendors.of(on).now()
-        except (DatabaseError, InterfaceError, NoConnectionFree):
-            return Contended(busy=True)
-        return Contended(busy=True) if record is None else record.contended(now, busy=True)
+    def _look_at_once(self, name: str, on: str) -> Record | None:
+        return self._locks_on(on).read_key(name, bound=0)
 
 
 def _unknown() -> Unknown:

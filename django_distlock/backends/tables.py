@@ -13,7 +13,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Model, QuerySet
-from django.db.utils import DatabaseError, InterfaceError
+from django.db.utils import DatabaseError, Error, InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
 from ..conf import BackendConfig
@@ -21,8 +21,8 @@ from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
 from ..core.holders import Session
 from ..core.interruptions import pass_on
-from ..core.keys import HASH_MARKER, namespace, storage_key
-from ..core.records import Contended, Counter, Grant, Raised
+from ..core.keys import HASH_MARKER, namespace, storage_key, whole_name
+from ..core.records import Contended, Counter, Grant, Raised, Record
 from ..core.secrets import forget_frames
 from ..database import vendors
 from ..database.borrowing import LONG_SECONDS, NoConnectionFree
@@ -343,6 +343,15 @@ class FenceTable:
 
     def _busy(self, name: str) -> Contended:
         """Return a busy answer, with the holder if a plain read can tell."""
+        try:
+            with self._connections.use(0, writes=False) as on:
+                record, now = self._look_at_once(whole_name(name), on), vendors.of(on).now()
+        except (Error, NoConnectionFree):
+            return Contended(busy=True)
+        return Contended(busy=True) if record is None else record.contended(now, busy=True)
+
+    def _look_at_once(self, name: str, on: str) -> Record | None:
+        """Return the record of a key, without waiting for anybody."""
         raise NotImplementedError
 
     def _in_coroutine(self, key: str | None) -> LockUsageError:

@@ -14,7 +14,6 @@ from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable
 from ...core.records import Contended, Page, Record
 from ...database import vendors
-from ...database.borrowing import NoConnectionFree
 from ...database.connections import rows_of
 from ...database.fields import to_microseconds
 from ...database.schemas import TableConnections
@@ -155,14 +154,9 @@ class SessionViews(FenceTable):
             return self._holdings.change(mine, stop_requested_at=now)
         return replace(record, stop_requested_at=now)
 
-    def _busy(self, name: str) -> Contended:
-        try:
-            with self._connections.use(0, writes=False) as on:
-                found = self._find(name, 0, on)
-                now = vendors.of(on).now()
-        except (Error, NoConnectionFree):
-            found = None
-        return Contended(busy=True) if found is None else found[0].contended(now, busy=True)
+    def _look_at_once(self, name: str, on: str) -> Record | None:
+        found = self._find(name, 0, on)
+        return None if found is None else found[0]
 
     # What these share
 
