@@ -563,7 +563,7 @@ MUTANTS = (
     ),
     Mutant(
         "a transaction lock ignores leases", "mariadb", TRANSACTION_ROWS,
-        old=r"if others:", new="if False:",
+        old=r"if row.is_live\(now\) and", new="if False and",
         test=f"{LOCKED}::test_lease_keeps_transactions_out",
     ),
     Mutant(

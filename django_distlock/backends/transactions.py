@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 from django.db import connections, transaction
 from django.db.utils import DatabaseError, InterfaceError
@@ -16,24 +16,17 @@ from ..core.errors import LockUsageError
 from ..core.keys import OWN_MARKER, whole_name
 from ..core.records import Contended, InTheWay, KeptKey, KeysAsked
 from ..database import vendors
-from ..database.connections import has_the_file, older_snapshot, require_transaction, rows_of
-from ..database.fields import from_microseconds, to_microseconds
+from ..database.connections import has_the_file, older_snapshot, require_transaction
 from ..database.server_functions import ServerFunctions, contended
 from ..managers.lock import HeldLockManager
 from .guards import postgresql_kept_keys
 from .tables import FenceTable
 
+if TYPE_CHECKING:
+    from ..models import HeldLock
+
 #: How many values a statement takes on every database.
 _VALUES = 500
-#: The tables that are named in statements.
-_TABLES = ("locks", "fences")
-
-_LEASES = """
-SELECT storage_key, token, fence, acquired_at, expires_at, free_at, holder FROM {locks}
-WHERE storage_key IN ({names}) AND (free_at IS NULL OR free_at > %s)
-"""
-_OVER = "SELECT storage_key FROM {locks} WHERE storage_key IN ({names}) AND free_at <= %s"
-_PAUSES = "SELECT storage_key FROM {fences} WHERE storage_key IN ({names}) AND paused_until > %s"
 
 
 class TransactionLocks(FenceTable):
@@ -136,7 +129,7 @@ class TransactionLocks(FenceTable):
         def look(on: str) -> InTheWay | None:
             with vendors.of(on).short_transaction(bound):
                 # Wait for an extend in flight: what looks over may last.
-                now, locks = _now(on), self._connections.name("locks")
+                now, locks = vendors.of(on).now(), self._connections.name("locks")
                 for name in self._over(on, names, asked, now):
                     vendors.of(on).lock_row(locks, name, bound, shared=True)
                 # What is over since counts as held.
@@ -169,13 +162,19 @@ class TransactionLocks(FenceTable):
             return True
         return False
 
-    def _over(self, on: str, names: Mapping[str, str], asked: KeysAsked, now: int) -> list[str]:
-        over: list[str] = []
-        for some in _parts(names):
-            over += [name for (name,) in self._rows(on, _OVER, some, now)]
-            places = self._locks_on(on).places_of(_alone(some, names, asked))
-            over += [row.pk for row in places if not row.is_live(from_microseconds(now))]
-        return over
+    def _over(
+        self, on: str, names: Mapping[str, str], asked: KeysAsked, now: datetime
+    ) -> list[str]:
+        leases = (row for some in _parts(names) for row in self._leases(on, some, names, asked))
+        return [row.pk for row in leases if not row.is_live(now)]
+
+    def _leases(
+        self, on: str, some: Sequence[str], names: Mapping[str, str], asked: KeysAsked
+    ) -> Iterator[HeldLock]:
+        """Yield the rows of storage keys: of who shares one, where it is to be locked alone."""
+        locks = self._locks_on(on)
+        yield from locks.filter(pk__in=some)
+        yield from locks.places_of([each for each in some if not asked.keys[names[each]]])
 
     def _make_rows(self, names: Mapping[str, str], bound: float) -> None:
         """Make the rows that are locked: to lock one that is not there locks the gap around it."""
@@ -199,7 +198,9 @@ class TransactionLocks(FenceTable):
         # Looked for beforehand: a lease cannot be released while somebody else has the file.
         if not has_the_file(connections[asked.using]):
             found: InTheWay | None = self._ask(
-                lambda on: self._look(names, asked, on, _now(on)), writes=False, busy=lambda: None
+                lambda on: self._look(names, asked, on, vendors.of(on).now()),
+                writes=False,
+                busy=lambda: None,
             )
             if found is not None:
                 return found
@@ -217,44 +218,22 @@ class TransactionLocks(FenceTable):
             if not vendor.is_busy(error):
                 raise
             return InTheWay(next(iter(names.values())), Contended(busy=True, guarded=True))
-        found = self._look(names, asked, asked.using, _now(asked.using))
+        found = self._look(names, asked, asked.using, vendor.now())
         # It is not released before this transaction ends.
         return None if found is None else InTheWay(found.key, found.answer, deadlock=True)
 
     def _look(
-        self, names: Mapping[str, str], asked: KeysAsked, on: str, now: int
+        self, names: Mapping[str, str], asked: KeysAsked, on: str, now: datetime
     ) -> InTheWay | None:
         """Return a lease of somebody else's on one of these keys, or a pause."""
         for some in _parts(names):
-            leases = self._rows(on, _LEASES, some, now)
-            others = [each for each in leases if each[1] not in asked.tokens]
-            if others:
-                name, _token, *facts, holder = others[0]
-                facts.append(json.loads(holder))
-                return InTheWay(names[name], contended("contended", now, *facts))
-            for row in self._locks_on(on).places_of(_alone(some, names, asked)):
-                if row.is_live(from_microseconds(now)) and row.token not in asked.tokens:
-                    kept = row.as_record().contended(from_microseconds(now))
-                    return InTheWay(names[whole_name(row.pk)], kept)
-            for (name,) in self._rows(on, _PAUSES, some, now):
-                return InTheWay(
-                    names[name], Contended(observed_at=from_microseconds(now), paused=True)
-                )
+            for row in self._leases(on, some, names, asked):
+                if row.is_live(now) and row.token not in asked.tokens:
+                    return InTheWay(names[whole_name(row.pk)], row.as_record().contended(now))
+            paused = self._counters_on(on).filter(pk__in=some, paused_until__gt=now)
+            for name in paused.values_list("pk", flat=True):
+                return InTheWay(names[name], Contended(observed_at=now, paused=True))
         return None
-
-    def _rows(self, on: str, statement: str, names: Sequence[str], now: int) -> list[Any]:
-        tables = {what: self._connections.name(what).replace("%", "%%") for what in _TABLES}
-        places = ", ".join(["%s"] * len(names))
-        return rows_of(on, statement.format(names=places, **tables), *names, now)
-
-
-def _now(on: str) -> int:
-    return to_microseconds(vendors.of(on).now())
-
-
-def _alone(some: Sequence[str], names: Mapping[str, str], asked: KeysAsked) -> list[str]:
-    """Return those of some storage keys that nobody shares with the transaction."""
-    return [each for each in some if not asked.keys[names[each]]]
 
 
 def _parts(names: Collection[str]) -> Iterator[list[str]]:

@@ -260,7 +260,7 @@ def test_file_is_not_kept_from_who_has_a_lease(
     looks: list[str] = []
     look = TransactionLocks._look
 
-    def overlook(store: TransactionLocks, names: Any, asked: Any, on: str, now: int) -> Any:
+    def overlook(store: TransactionLocks, names: Any, asked: Any, on: str, now: Any) -> Any:
         looks.append(on)
         return None if len(looks) == 1 else look(store, names, asked, on, now)
 
