@@ -44,10 +44,15 @@ def next_fence(key: str, last: int, floor: datetime | None) -> int:
 def check_fence(key: str, fence: int) -> None:
     """Warn before a key runs out of fences, and refuse the one behind the last."""
     if fence > FENCE_MAX:
-        raise LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
+        raise used_up(key)
     if fence > FENCE_WARNING:
         extra = log_fields("fences_run_out", key=key, fence=fence)
         logger.warning("The fence of %r is %d; %d is the last.", key, fence, FENCE_MAX, extra=extra)
+
+
+def used_up(key: str | None) -> LockError:
+    """Return why a key is granted no more."""
+    return LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
 
 
 def validate_fence(value: object, *, least: int = 1, most: int = FENCE_MAX) -> int:

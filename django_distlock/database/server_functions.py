@@ -15,8 +15,7 @@ from django.db import connections, transaction
 from django.db.utils import DatabaseError
 
 from ..core.durations import GRACE, MAX_BOUND
-from ..core.errors import LockError
-from ..core.fences import FENCE_MAX, check_fence
+from ..core.fences import check_fence, used_up
 from ..core.records import (
     UNKNOWN,
     Attempt,
@@ -215,8 +214,7 @@ def acquired(attempt: Attempt, outcome: str, *facts: Any) -> Grant | Contended:
         check_fence(attempt.key, fence)
         return attempt.grant(fence, from_microseconds(acquired_at), instant(expires_at))
     if outcome == "overflow":
-        key = attempt.key
-        raise LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
+        raise used_up(attempt.key)
     return contended(outcome, *facts)
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, TypeVar
 from ...conf import BackendConfig
 from ...core.durations import GRACE
 from ...core.errors import BackendUnavailable, LockError
-from ...core.fences import FENCE_MAX
+from ...core.fences import FENCE_MAX, used_up
 from ...core.holders import Holder
 from ...core.keys import key_hash, whole_name
 from ...core.logs import log_fields
@@ -50,7 +50,6 @@ from .answers import (
     granted,
     granted_many,
     held,
-    overflow,
     sharing,
     unreadable,
     waiting,
@@ -273,7 +272,9 @@ class RedisBackend(BaseLockBackend):
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | None:
         def read(answer: str) -> Record | None:
-            return overflow(key) if answer == "overflow" else held(answer)
+            if answer == "overflow":
+                raise used_up(key)
+            return held(answer)
 
         whole = whole_name(name)
         keys = [self._at("lock", name), self._at("fence", whole), self._at("shared", whole)]

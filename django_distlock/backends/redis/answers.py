@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Final, NoReturn
+from typing import Final
 
-from ...core.errors import InvalidArgument, LockError
-from ...core.fences import FENCE_MAX, check_fence
+from ...core.errors import InvalidArgument
+from ...core.fences import check_fence, used_up
 from ...core.holders import Holder
 from ...core.keys import whole_name
 from ...core.logs import log_fields
@@ -70,7 +70,7 @@ def extended(grant: Grant, ttl: float | None, answer: str) -> Grant | None:
 
 def _contended(key: str, outcome: str, rest: str) -> Contended:
     if outcome == "overflow":
-        overflow(key)
+        raise used_up(key)
     if outcome == "duplicate":
         raise InvalidArgument("This token already holds another key.", key=key)
     now, _, described = rest.partition(" ")
@@ -82,11 +82,6 @@ def _contended(key: str, outcome: str, rest: str) -> Contended:
     except SPOILED:
         # It is held, whoever it was: that is no error of the one who waits.
         return Contended(observed_at=observed_at, paused=paused)
-
-
-def overflow(key: str) -> NoReturn:
-    """Say that a key has no fences left."""
-    raise LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
 
 
 def held(answer: str) -> Record | None:
