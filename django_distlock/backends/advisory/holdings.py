@@ -78,15 +78,13 @@ class Holdings:
             self._by_token[holding.record.token] = self._by_name[holding.name] = holding
             return True
 
-    def drop(self, holding: Holding) -> bool:
-        """Forget a lease; False: somebody else did."""
+    def drop(self, holding: Holding) -> None:
+        """Forget a lease."""
         with self._mutex:
-            if self._by_token.get(holding.record.token) is not holding:
-                return False
-            del self._by_token[holding.record.token]
-            if self._by_name.get(holding.name) is holding:
-                del self._by_name[holding.name]
-            return True
+            if self._by_token.get(holding.record.token) is holding:
+                del self._by_token[holding.record.token]
+                if self._by_name.get(holding.name) is holding:
+                    del self._by_name[holding.name]
 
     def change(self, holding: Holding, **facts: Any) -> Record:
         """Change what is known about a lease; return its record.

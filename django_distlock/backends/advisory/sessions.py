@@ -21,11 +21,7 @@ _LOOK_SECONDS = 0.05
 
 
 class AllInUse(Exception):
-    """There may be no more sessions; `all_hold`: each of them holds a lock."""
-
-    def __init__(self, *, all_hold: bool):
-        super().__init__()
-        self.all_hold = all_hold
+    """There may be no more sessions; the text says what all of them do."""
 
 
 class Place:
@@ -66,9 +62,9 @@ class Sessions:
         until = budgets.end(MAX_BOUND)
         while (place := self._place()) is None:
             if sum(each.holds for each in _living(self._open)) >= self.limit:
-                raise AllInUse(all_hold=True)
+                raise AllInUse("hold locks")
             if (left := until - time.monotonic()) <= 0:
-                raise AllInUse(all_hold=False)
+                raise AllInUse("were in use for a second")
             self._changed.wait(min(left, _LOOK_SECONDS))
         session = self._spare() or self._opened()
         session.place = place

@@ -177,47 +177,18 @@ def granted_at(fence: int, now: datetime) -> datetime:
     return from_microseconds(min(fence * 10, to_microseconds(now)))
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What the server tells about the session that holds a lock.
-
-    Attributes:
-        began: When the session was opened; None: we may not know, as of `changed`.
-        changed: When it was last asked something.
-        fence: That of its grant.
-        stop_requested_at: When the holder was asked to stop; None: it was not.
-    """
-
-    pid: int
-    host: str | None
-    began: datetime | None
-    changed: datetime | None
-    fence: int
-    stop_requested_at: datetime | None
-
-    @classmethod
-    def read(cls, row: Sequence[Any]) -> Seen:
-        """Return what a row says, in this order."""
-        pid, host, began, changed, fence, stop_requested_at, *_ = row
-        return cls(
-            int(pid),
-            host,
-            None if began is None else instant(began),
-            None if changed is None else instant(changed),
-            int(fence),
-            None if stop_requested_at is None else instant(stop_requested_at),
-        )
-
-    def record(self, key: str, now: datetime) -> Record:
-        """Return what can be known about a lock of another process."""
-        began = self.began or now
-        at = granted_at(self.fence, now)
-        if not began <= at < now:
-            # The counter was ahead of the clock.
-            at = began
-        changed = max(at, self.changed or at)
-        holder = Holder(host=self.host or "local", metadata={"session": self.pid})
-        stop = self.stop_requested_at
-        return Record(
-            key, "", self.fence, None, at, changed, None, None, holder, stop_requested_at=stop
-        )
+def record_of(key: str, row: Sequence[Any], now: datetime) -> Record:
+    """Return what can be known about a lock of another process, by a row of `_HELD`."""
+    pid, host, began, changed, fence, stop, *_ = row
+    at = granted_at(int(fence), now)
+    # We may not know when that session was opened, or when it was last asked something.
+    began = now if began is None else instant(began)
+    if not began <= at < now:
+        # The counter was ahead of the clock.
+        at = began
+    changed = at if changed is None else max(at, instant(changed))
+    holder = Holder(host=host or "local", metadata={"session": int(pid)})
+    stop = None if stop is None else instant(stop)
+    return Record(
+        key, "", int(fence), None, at, changed, None, None, holder, stop_requested_at=stop
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...database.sql import side_table
 from ...database.vendors.postgresql import no_secret
 from ..tables import FenceTable
 from .holdings import Holdings
-from .sql import Seen, Statements, instant
+from .sql import Statements, instant, record_of
 
 
 class SessionViews(FenceTable):
@@ -73,13 +74,13 @@ class SessionViews(FenceTable):
         if not rows:
             return None
         now, *who = rows[0]
-        return self._record(name, Seen.read(who), instant(now)), who[0]
+        return self._record(name, who, instant(now)), who[0]
 
     def _find_all(self, on: str) -> dict[str, Record]:
         """Return the records of all held keys of this key prefix, by storage key."""
         with vendors.of(on).short_transaction(MAX_BOUND, writes=False):
             rows = rows_of(on, self._statements.everybody(), self._namespace())
-        return {name: self._record(name, Seen.read(who), instant(now)) for now, *who, name in rows}
+        return {name: self._record(name, who, instant(now)) for now, *who, name in rows}
 
     def _held_among(self, on: str, names: Sequence[str]) -> Collection[str]:
         return [name for (name,) in rows_of(on, self._statements.taken(), [*names])]
@@ -169,12 +170,12 @@ class SessionViews(FenceTable):
         # Statements have placeholders.
         return Statements(*(each.replace("%", "%%") for each in found))
 
-    def _record(self, name: str, seen: Seen, now: Any) -> Record:
+    def _record(self, name: str, row: Sequence[Any], now: datetime) -> Record:
         """Return what is known about a lock: all of it, if it is this process's."""
-        mine = self._holdings.of_session(name, seen.pid)
+        mine = self._holdings.of_session(name, int(row[0]))
         if mine is not None:
             return mine.record
-        return seen.record(name.removeprefix(self._namespace()), now)
+        return record_of(name.removeprefix(self._namespace()), row, now)
 
 
 def table_names(tables: TableConnections) -> tuple[str, str, str]:
