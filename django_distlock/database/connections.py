@@ -10,12 +10,11 @@ import math
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from django.conf import settings
 from django.db import connections
@@ -23,9 +22,7 @@ from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from ..core import budgets
-from ..core.clock import monotonic
 from ..core.errors import LockUsageError
-from ..core.threads import start_thread
 
 #: Seconds after which an unused connection of our own is closed.
 IDLE_SECONDS = 10.0
@@ -270,57 +267,6 @@ def close_before_drop(these: Closing) -> None:
 def keep_inherited(connection: Any) -> None:
     """Leave a connection that a fork copied to its owner, for as long as this process lives."""
     _inherited.append(connection)
-
-
-C = TypeVar("C")
-
-
-class IdleConnections(Generic[C]):
-    """Connections that nobody uses right now. Each is closed when it has idled for a while.
-
-    May be closed by a finaliser, so nothing here takes a lock.
-    """
-
-    def __init__(self, close: Callable[[C], None]):
-        self._close = close
-        self._idle: deque[tuple[C, float]] = deque()
-        self._reaper: threading.Timer | None = None
-
-    def keep(self, connection: C) -> None:
-        """Take a connection that is not needed any more."""
-        self._idle.append((connection, monotonic()))
-        if self._reaper is None:
-            self._start_reaper()
-
-    def take(self) -> C | None:
-        """Give the one that was used last; None: there is none."""
-        try:
-            return self._idle.pop()[0]
-        except IndexError:
-            return None
-
-    def _start_reaper(self) -> None:
-        self._reaper = threading.Timer(IDLE_SECONDS, self._reap)
-        self._reaper.daemon = True
-        try:
-            start_thread(self._reaper)
-        except RuntimeError:
-            self._reaper = None  # The interpreter ends, and takes no new threads.
-
-    def _reap(self) -> None:
-        self._reaper = None
-        before = monotonic() - IDLE_SECONDS
-        for _ in range(len(self._idle)):
-            try:
-                connection, since = self._idle.popleft()
-            except IndexError:
-                break
-            if since <= before:
-                self._close(connection)
-            else:
-                self._idle.append((connection, since))
-        if self._idle:
-            self._start_reaper()
 
 
 def _note_process(connection: BaseDatabaseWrapper, **_: Any) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 from django.db import connections
 
 from ...core import budgets
+from ...core.clock import monotonic
 from ...core.durations import MAX_BOUND
-from ...core.threads import Bell
-from ...database.connections import IdleConnections, close_before_drop
+from ...core.threads import Bell, start_thread
+from ...database import connections as settings
+from ...database.connections import close_before_drop
 from ...database.workers import Gone, when_gone
 from .session import Session
 
@@ -28,6 +31,53 @@ class Place:
     """The right to have a session out, for as long as this object lives."""
 
     __slots__ = ("__weakref__",)
+
+
+class _Idle:
+    """Sessions that nobody uses right now. Each is closed when it has idled for a while.
+
+    May be closed by a finaliser, so nothing here takes a lock.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[tuple[Session, float]] = deque()
+        self._reaper: threading.Timer | None = None
+
+    def keep(self, session: Session) -> None:
+        """Take a session that is not needed any more."""
+        self._idle.append((session, monotonic()))
+        if self._reaper is None:
+            self._start_reaper()
+
+    def take(self) -> Session | None:
+        """Give the one that was used last; None: there is none."""
+        try:
+            return self._idle.pop()[0]
+        except IndexError:
+            return None
+
+    def _start_reaper(self) -> None:
+        self._reaper = threading.Timer(settings.IDLE_SECONDS, self._reap)
+        self._reaper.daemon = True
+        try:
+            start_thread(self._reaper)
+        except RuntimeError:
+            self._reaper = None  # The interpreter ends, and takes no new threads.
+
+    def _reap(self) -> None:
+        self._reaper = None
+        before = monotonic() - settings.IDLE_SECONDS
+        for _ in range(len(self._idle)):
+            try:
+                session, since = self._idle.popleft()
+            except IndexError:
+                break
+            if since <= before:
+                session.close()
+            else:
+                self._idle.append((session, since))
+        if self._idle:
+            self._start_reaper()
 
 
 class Sessions:
@@ -102,7 +152,7 @@ class Sessions:
     def _begin(self) -> None:
         self._mutex = threading.Lock()
         self._changed = Bell()
-        self._idle: IdleConnections[Session] = IdleConnections(Session.close)
+        self._idle = _Idle()
         self._places: list[weakref.ref[Place]] = []
 
     def _place(self) -> Place | None:
