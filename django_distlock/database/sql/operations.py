@@ -32,11 +32,7 @@ class InstallScripts(Operation):
         """Leave the state of the models as it is."""
 
     def database_forwards(
-        self,
-        app_label: str,
-        schema_editor: BaseDatabaseSchemaEditor,
-        from_state: ProjectState,
-        to_state: ProjectState,
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, *states: ProjectState
     ) -> None:
         """Run the scripts; `sqlmigrate` prints them."""
         connection = schema_editor.connection
@@ -47,11 +43,7 @@ class InstallScripts(Operation):
             schema_editor.execute(script(name, schema), params=None)
 
     def database_backwards(
-        self,
-        app_label: str,
-        schema_editor: BaseDatabaseSchemaEditor,
-        from_state: ProjectState,
-        to_state: ProjectState,
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, *states: ProjectState
     ) -> None:
         """Drop the functions of every version, and the secret. Triggers go with their functions."""
         if _concerned(schema_editor.connection, app_label):
@@ -82,11 +74,7 @@ class CreateInnoDBTables(Operation):
         """Leave the state of the models as it is."""
 
     def database_forwards(
-        self,
-        app_label: str,
-        schema_editor: BaseDatabaseSchemaEditor,
-        from_state: ProjectState,
-        to_state: ProjectState,
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, *states: ProjectState
     ) -> None:
         """Set the session's default engine."""
         if schema_editor.connection.vendor == "mysql":
@@ -94,11 +82,7 @@ class CreateInnoDBTables(Operation):
                 schema_editor.execute(statement, params=None)
 
     def database_backwards(
-        self,
-        app_label: str,
-        schema_editor: BaseDatabaseSchemaEditor,
-        from_state: ProjectState,
-        to_state: ProjectState,
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, *states: ProjectState
     ) -> None:
         """Nothing is created on the way back."""
 
