@@ -96,16 +96,10 @@ class OwnTransaction:
     def __enter__(self) -> None:
         self._connection.execute("BEGIN IMMEDIATE")
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._connection.rollback()
-            return
-        try:
-            self._connection.commit()
-        except self._connection.Error:
-            # Without WAL, readers may be in the way of it. Nobody else could write meanwhile.
-            self._connection.rollback()
-            raise
+    def __exit__(self, *error: Any) -> None:
+        # Rolled back also where it cannot commit: without WAL, readers may be in the way of that,
+        # and nobody else could write meanwhile.
+        self._connection.__exit__(*error)
 
 
 class CompactLockManager(HeldLockManager):
