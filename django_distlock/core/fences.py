@@ -61,9 +61,6 @@ def validate_fence(value: object, *, least: int = 1, most: int = FENCE_MAX) -> i
     Args:
         least: 0 where that of a key that was never granted will do.
         most: Less where the key is to have some left.
-
-    Raises:
-        InvalidArgument: It is no int from the least to the most.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InvalidArgument(f"A fence must be an int from {least} to {most}, not {shown(value)}.")

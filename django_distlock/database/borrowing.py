@@ -370,7 +370,6 @@ class LockConnections:
     """The connections of one alias in one process.
 
     Args:
-        alias: The database that holds the lock tables.
         limit: How many connections of our own at most, beside those that keep leases.
         apart: Stay outside of the transaction of a `TestCase` too: somebody else's sessions have
             to see what is written.

@@ -68,7 +68,6 @@ class ServerFunctions:
     """Acquire, extend and release by one function call each.
 
     Args:
-        using: The alias that is called on.
         named: Gives the name of a function as it is called: quoted, with its schema.
         follows_clock: Whether no fence is below what the store's clock says.
     """
@@ -201,14 +200,7 @@ class ServerFunctions:
 
 
 def acquired(attempt: Attempt, outcome: str, *facts: Any) -> Grant | Contended:
-    """Return what a server says of an attempt: see `sql/postgresql/acquire.sql`.
-
-    Args:
-        facts: See `contended`.
-
-    Raises:
-        LockError: The key has used up its fences.
-    """
+    """Return what a server says of an attempt: see `sql/postgresql/acquire.sql`, `contended`."""
     if outcome == "granted":
         _now, fence, acquired_at, expires_at, *_ = facts
         check_fence(attempt.key, fence)

@@ -446,12 +446,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
     def _owned(
         self, name: str, token: str | None, fence: int | None = None
     ) -> tuple[HeldLock | None, datetime]:
-        """Lock a row, then judge it by the clock: in this order, a wait cannot blur the answer.
-
-        Args:
-            token: The token it must have; None: any.
-            fence: The fence it must have; None: any.
-        """
+        """Lock a row, then judge it by the clock: in this order, a wait cannot blur the answer."""
         row = only(self.select_for_update().filter(pk=name))
         now = self._store.now()
         record = None if row is None else row.as_record()

@@ -61,9 +61,6 @@ def home() -> int:
 def managed_transactions(here: int) -> list[BaseDatabaseWrapper]:
     """Return the connections with a transaction by `atomic()`, other than a `TestCase`'s.
 
-    Args:
-        here: The thread that `home` says.
-
     Raises:
         LockUsageError: A connection of this thread has autocommit off, or a transaction open,
             outside of `atomic()`: nobody would tell when it ends.

@@ -44,9 +44,6 @@ def is_gone(holder: Holder) -> bool:
     Another host, or another start of this one, proves nothing by itself: two machines may have one
     name. Nor does a number in another PID namespace: there it counts other processes.
 
-    Args:
-        holder: As its record names it.
-
     Returns:
         True: nothing of that process runs any more. Work that it gave to others may: a subprocess,
         a statement in a database. False: it is alive, or nobody here can tell.

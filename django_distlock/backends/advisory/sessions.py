@@ -87,7 +87,6 @@ class Sessions:
     is out for as long as its place lives, which ends with the session where nobody puts it back.
 
     Args:
-        limit: How many there are at most.
         prepared: Gives the statements that prepare what each session is asked.
     """
 

@@ -38,7 +38,6 @@ class ClusterLines:
         self._looked_at = 0.0
 
     def ask(self, call: Call) -> Any:
-        """See `ThreadLines.ask`."""
         call = call._replace(indexes=())
         return self._followed(call.keys[0], lambda server, asking: server.ask(call, asking=asking))
 
@@ -113,7 +112,6 @@ class ClusterLines:
         return sorted(found, key=lambda lines: lines.name)
 
     def keep_none(self) -> None:
-        """See `ThreadLines`."""
         self._limit = 0
         for lines in list(self._lines.values()):
             lines.keep_none()

@@ -224,9 +224,6 @@ def _has_ended(wire: Any) -> bool:
 
     Looked at each time, because it costs little: a question that was sent in vain may have been
     heard, so it is not asked again, and whoever tries once would be told of trouble.
-
-    Args:
-        wire: Its socket; None: it is not open.
     """
     try:
         return wire is not None and is_readable(wire.fileno())

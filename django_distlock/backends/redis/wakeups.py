@@ -38,7 +38,6 @@ class Subscription:
         self._using = threading.Lock()
 
     def hear(self, seconds: float) -> list[str]:
-        """See `listening.Line`."""
         with self._using:
             try:
                 return self._heard(seconds)
@@ -47,7 +46,6 @@ class Subscription:
                 raise
 
     def close(self) -> None:
-        """See `listening.Line`."""
         self._is_over = True
         # It ends what another thread hears.
         shut(self._connection._sock)
