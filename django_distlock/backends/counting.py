@@ -180,9 +180,7 @@ def _sizes(using: str, store: FenceTable) -> Sizes:
             for size, rows in rows_of(using, _MYSQL_TABLE, ours.schema, name)
         ]
         return Sizes(database=database, tables=tuple(found))
-    if vendor == "sqlite":
-        ((pages,),), ((size,),) = (
-            rows_of(using, f"PRAGMA {what}") for what in ("page_count", "page_size")
-        )
-        return Sizes(database=database, tables=(), bytes=pages * size)
-    return Sizes(database=database, tables=())
+    ((pages,),), ((size,),) = (
+        rows_of(using, f"PRAGMA {what}") for what in ("page_count", "page_size")
+    )
+    return Sizes(database=database, tables=(), bytes=pages * size)

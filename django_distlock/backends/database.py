@@ -182,10 +182,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         return self._ask(lambda on: self._locks_on(on).sharing(name), writes=False)
 
     def _read_many(self, names: Sequence[str]) -> Sequence[Record | None]:
-        def read(on: str) -> dict[str, Record]:
-            return self._locks_on(on).read_many(names)
-
-        found = self._ask(read, writes=False, long=True)
+        found = self._ask(lambda on: self._locks_on(on).read_many(names), writes=False, long=True)
         return [found.get(name) for name in names]
 
     def _read_token(self, token: str) -> Record | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
 import datetime
 import decimal
@@ -110,7 +109,12 @@ def normalize_key(key: object) -> str:
     if isinstance(key, OwnKey):
         return key
     if isinstance(key, int) and not isinstance(key, bool):
-        return _digits(key)
+        # Python refuses to write down much longer ones.
+        if abs(key) >= 10 ** (MAX_KEY_BYTES - 1):
+            raise IllegalKey(
+                f"A key has at most {MAX_KEY_BYTES} bytes, and this int has more digits."
+            )
+        return int.__repr__(key)
     if not isinstance(key, str):
         remedy = ' A decorator takes a key first: @distlock("…").' if callable(key) else ""
         raise InvalidArgument(
@@ -119,13 +123,6 @@ def normalize_key(key: object) -> str:
     if not key:
         raise IllegalKey("A key must not be empty.")
     return _checked(nfc(key))
-
-
-def _digits(number: int) -> str:
-    # Python refuses to write down much longer ones.
-    if abs(number) >= 10 ** (MAX_KEY_BYTES - 1):
-        raise IllegalKey(f"A key has at most {MAX_KEY_BYTES} bytes, and this int has more digits.")
-    return int.__repr__(number)
 
 
 def hashed_key(name: str, text: str) -> str:
@@ -146,8 +143,7 @@ def hashed_key(name: str, text: str) -> str:
         wrong = text if isinstance(name, str) else name
         raise InvalidArgument(f"hashed_key() takes a name and a text, not {shown(wrong)}.")
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    encoded = base64.urlsafe_b64encode(digest).decode().rstrip("=")
-    return normalize_key(f"{normalize_key(name)}:{encoded}")
+    return normalize_key(f"{normalize_key(name)}:{_base64(digest)}")
 
 
 def nfc(text: str) -> str:

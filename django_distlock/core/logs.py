@@ -55,18 +55,16 @@ def _on_one_line(value: object) -> object:
     return printable(str(value)) if isinstance(value, BaseException) else value
 
 
-class _Complete(logging.Filter):
-    """Gives a record the fields that it lacks, so that a format may name them all.
+def _complete(record: logging.LogRecord) -> bool:
+    """Give a record the fields that it lacks, so that a format may name them all.
 
     What errors say, which stores word as they like, is put on one line.
     """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if isinstance(record.args, tuple):
-            record.args = tuple(map(_on_one_line, record.args))
-        for name in FIELDS:
-            record.__dict__.setdefault(name, None)
-        return True
+    if isinstance(record.args, tuple):
+        record.args = tuple(map(_on_one_line, record.args))
+    for name in FIELDS:
+        record.__dict__.setdefault(name, None)
+    return True
 
 
-logging.getLogger("django_distlock").addFilter(_Complete())
+logging.getLogger("django_distlock").addFilter(_complete)

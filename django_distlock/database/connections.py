@@ -354,16 +354,12 @@ def bound_opening(own: BaseDatabaseWrapper, options: Mapping[str, Any]) -> None:
         own.settings_dict["OPTIONS"]["connect_timeout"] = _opening_seconds(options)
 
 
-def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDatabaseWrapper:
-    """Return a connection of our own, not open yet; `defaults` where the project has no option."""
-    return type(template)(_own_settings(template, defaults), template.alias)
-
-
 class _OwnSettings(dict[str, Any]):
     """The settings of a connection of our own: nobody's work is in it."""
 
 
-def _own_settings(template: BaseDatabaseWrapper, defaults: dict[str, Any]) -> _OwnSettings:
+def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDatabaseWrapper:
+    """Return a connection of our own, not open yet; `defaults` where the project has no option."""
     options = {**defaults, **template.settings_dict["OPTIONS"]}
     # A pooled connection keeps what a session left on it, and the project counted its own.
     options.pop("pool", None)
@@ -373,15 +369,14 @@ def _own_settings(template: BaseDatabaseWrapper, defaults: dict[str, Any]) -> _O
         # A key has any characters, also where the project's texts may not.
         options["charset"] = "utf8mb4"
         options.pop("collation", None)
-    return _OwnSettings(
-        {
-            **template.settings_dict,
-            "OPTIONS": options,
-            "AUTOCOMMIT": True,
-            "CONN_MAX_AGE": None,
-            "CONN_HEALTH_CHECKS": False,
-        }
-    )
+    settings = {
+        **template.settings_dict,
+        "OPTIONS": options,
+        "AUTOCOMMIT": True,
+        "CONN_MAX_AGE": None,
+        "CONN_HEALTH_CHECKS": False,
+    }
+    return type(template)(_OwnSettings(settings), template.alias)
 
 
 def refuse_self_block(connection: BaseDatabaseWrapper) -> None:

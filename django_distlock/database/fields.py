@@ -74,16 +74,12 @@ class KeyField(_CharField):
 
     def db_parameters(self, connection: BaseDatabaseWrapper) -> Any:
         parameters = super().db_parameters(connection)
-        parameters["collation"] = _byte_collation(connection)
+        parameters["collation"] = _BYTE_COLLATIONS.get(connection.vendor)
+        if connection.vendor == "mysql":
+            # Not "utf8mb4_bin", which pads with spaces before it compares.
+            mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
+            parameters["collation"] = "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
         return parameters
-
-
-def _byte_collation(connection: BaseDatabaseWrapper) -> str | None:
-    if connection.vendor == "mysql":
-        # Not "utf8mb4_bin", which pads with spaces before it compares.
-        mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
-        return "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
-    return _BYTE_COLLATIONS.get(connection.vendor)
 
 
 class NoteField(_TextField):

@@ -17,7 +17,7 @@ from ..core.fences import clock_fence, next_fence
 from ..core.keys import whole_name
 from ..core.records import Counter, Raised
 from ..database.vendors.base import LOOK_SECONDS
-from .rows import StoreManager, between, by_key, only
+from .rows import StoreManager, between, only
 
 if TYPE_CHECKING:
     from ..models import FenceCounter
@@ -145,7 +145,8 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
         low = dict(rows.filter(fence__lt=fence).values_list("pk", "key"))
         store.make_durable()
         raised = free & low.keys()
-        for rows in by_key(self, sorted(raised)):
+        one_by_one = (self.filter(pk=name) for name in sorted(raised))
+        for rows in one_by_one if store.locks_what_it_scans else [self.filter(pk__in=raised)]:
             models.QuerySet.update(rows, fence=fence)
         return Raised(len(raised), tuple(low[each] for each in sorted(low.keys() - free)))
 

@@ -38,7 +38,7 @@ from ..database.connections import rows_of
 from ..database.fields import to_microseconds
 from .fence import FenceCounterManager
 from .fence import refuse_lower_fence as refuse_lower_fence
-from .rows import StoreManager, between, only
+from .rows import StoreManager, between, only, remove
 
 if TYPE_CHECKING:
     from ..models import FenceCounter, HeldLock
@@ -345,9 +345,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
     def remove_expired(self, **lookup: Any) -> int:
         """Remove the record that `lookup` finds if it is over and nobody has it locked."""
         with self._store.short_transaction(MAX_BOUND):
-            found = self.select_for_update(skip_locked=True).filter(**lookup)
-            row = only(found.filter(free_at__lte=self._store.now()))
-            return 0 if row is None else self.filter(pk=row.pk).delete()[0]
+            return remove(self.filter(free_at__lte=self._store.now(), **lookup), 1)
 
     @property
     def _tables(self) -> tuple[str, str]:
@@ -470,8 +468,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
     # Several who hold a key at the same time. Whoever makes a place has the key's counter locked.
 
     def _rows_of(self, name: str) -> list[HeldLock]:
-        alone = self.filter(pk=name).first()
-        return [*([] if alone is None else [alone]), *self._places(name)]
+        return [*self.filter(pk=name), *self._places(name)]
 
     def _places(self, name: str) -> models.QuerySet[HeldLock]:
         return self.filter(_is_place(name)).order_by("pk")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from django.db import models
@@ -35,14 +34,6 @@ def between(rows: models.QuerySet[M], prefix: str, after: str | None) -> models.
     if (end := prefix_end(prefix)) is not None:
         rows = rows.filter(storage_key__lt=end)
     return rows if after is None else rows.filter(storage_key__gt=after)
-
-
-def by_key(manager: models.Manager[M], names: Sequence[object]) -> Iterator[models.QuerySet[M]]:
-    """Return the rows with these keys, which are locked already, in as few querysets as may be."""
-    if vendors.of(manager.db).locks_what_it_scans:
-        yield from (manager.filter(pk=name) for name in names)
-    else:
-        yield manager.filter(pk__in=names)
 
 
 def remove(over: models.QuerySet[M], limit: int) -> int:

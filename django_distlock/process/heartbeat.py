@@ -97,7 +97,7 @@ class Heartbeat(TimerThread[Renewed]):
                 try:
                     lease.end_renewal(sent_at, answer)
                 except Exception:
-                    extra = log_fields("renewal_failed", backend=_alias(backend))
+                    extra = log_fields("renewal_failed", backend=getattr(backend, "alias", None))
                     logger.exception("The processing of a renewal failed", extra=extra)
 
     def _begin(self) -> None:
@@ -114,7 +114,7 @@ class Heartbeat(TimerThread[Renewed]):
             self.beat(early=True)
         except Exception:
             # Whatever it was, the other leases need their next beat.
-            extra = log_fields("heartbeat_failed", backend=_alias(self._backend()))
+            extra = log_fields("heartbeat_failed", backend=getattr(self._backend(), "alias", None))
             logger.exception("A heartbeat failed", extra=extra)
 
 
@@ -131,10 +131,6 @@ def _extended(backend: BaseLockBackend, grants: Sequence[Grant]) -> Sequence[Ans
         number = counted(len(grants), "lease")
         logger.exception("%s could not be renewed", number, extra=extra)
         return [LockError(str(error))] * len(grants)
-
-
-def _alias(backend: BaseLockBackend | None) -> str | None:
-    return None if backend is None else backend.alias
 
 
 #: The heartbeats of this process.

@@ -322,7 +322,11 @@ class RedisBackend(BaseLockBackend):
         return Call(script("counter"), [self._at("fence", name), self._at("pause", name)], ())
 
     def _fences_of(self, names: Sequence[str]) -> Sequence[int | None]:
-        return list(map(_counted_fence, self.store.ask_all(list(map(self._counting, names)))))
+        answers = self.store.ask_all(list(map(self._counting, names)))
+        return [
+            None if isinstance(each, LockError) else (counted(each) or Counter(0)).fence
+            for each in answers
+        ]
 
     def _note(self, name: str, fence: int, seconds: float) -> None:
         milliseconds = str(max(1, math.ceil(seconds * 1000)))
@@ -483,13 +487,6 @@ def _read(read: Callable[[str], T], answer: str, question: Call) -> T:
         raise
     except SPOILED as error:
         raise unreadable(question.keys[0], error).error from error
-
-
-def _counted_fence(answer: str | LockError) -> int | None:
-    if isinstance(answer, LockError):
-        return None
-    found = counted(answer)
-    return 0 if found is None else found.fence
 
 
 def _number(value: float | None) -> str:

@@ -111,7 +111,10 @@ def waiting(answer: str) -> list[Waiting]:
     for note, until in zip(found[::2], found[1::2], strict=True):
         # For people to see: what somebody has spoiled hides nobody else.
         with suppress(*SPOILED):
-            shown.append(_shown_waiter(note, until))
+            since, is_woken, _number, told = note.split(" ", 3)
+            holder = Holder.from_json(json.loads(told))
+            times = from_microseconds(int(since)), from_microseconds(int(float(until)))
+            shown.append(Waiting(holder, *times, is_woken == "1"))
     return sorted(shown, key=lambda each: each.since)
 
 
@@ -173,13 +176,3 @@ def _record_of(fields: Mapping[str, str], holder: Holder) -> Record:
 
 def _instant(microseconds: str) -> datetime | None:
     return from_microseconds(int(microseconds)) if microseconds else None
-
-
-def _shown_waiter(note: str, until: str) -> Waiting:
-    since, is_woken, _number, holder = note.split(" ", 3)
-    return Waiting(
-        holder=Holder.from_json(json.loads(holder)),
-        since=from_microseconds(int(since)),
-        until=from_microseconds(int(float(until))),
-        is_woken=is_woken == "1",
-    )

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ...core.errors import LockError
 from ...core.records import Record, Unreadable
@@ -64,9 +64,7 @@ def sampled_states(store: RedisBackend, soon: float) -> tuple[States, Strain]:
         part = Counter(state for each in records for state in tally(each, now, soon))
         part["held"] += sum(isinstance(each, Unreadable) for each in found_here)
         late += [overdue(each, now) for each in records]
-        numbers = store.store.waiting(
-            line, [store._at("waiters", each) for each in ours["waiters"]]
-        )
+        numbers = _waiting(store, line, ours["waiters"])
         part["waiting"] = sum(numbers)
         waited += zip(map(key_of, ours["waiters"]), numbers, strict=True)
         found.update({state: round(number * each_for) for state, number in part.items()})
@@ -91,11 +89,7 @@ def _waiting(store: RedisBackend, line: ThreadLines, names: list[str]) -> list[i
 def _used_memory(store: RedisBackend) -> int | None:
     """Return the bytes that the servers use for all that they keep; None: they do not tell."""
     with suppress(LockError):
-        told = store.store.of_each_server("INFO", "memory")
-        return sum(map(_used, told.values()))
+        told = map(text, store.store.of_each_server("INFO", "memory").values())
+        found = (re.search(r"^used_memory:(\d+)", each, re.MULTILINE) for each in told)
+        return sum(int(each[1]) for each in found if each)
     return None
-
-
-def _used(told: Any) -> int:
-    found = re.search(r"^used_memory:(\d+)", text(told), re.MULTILINE)
-    return int(found[1]) if found else 0
