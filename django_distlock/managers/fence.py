@@ -163,16 +163,6 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
         live = map(self._store.live, (locks.filter(pk__in=names), locks.places_of(names)))
         return [whole_name(pk) for rows in live for pk in rows.values_list("pk", flat=True)]
 
-    def paused_until(self, name: str) -> datetime | None:
-        """Return until when a key is paused, if it ever was."""
-        rows = self.filter(pk=name).values_list("paused_until", flat=True)
-        until: datetime | None = rows.first()
-        return until
-
-    def is_shared(self, name: str) -> bool:
-        """Whether a key is shared, or was when it was last granted."""
-        return bool(self.filter(pk=name, closed_until__isnull=False).exists())
-
     def look(self, name: str) -> Counter | None:
         """Return the fence and the pause of a key; None: it has neither."""
         with self._store.short_transaction(MAX_BOUND, writes=False):

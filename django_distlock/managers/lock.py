@@ -86,13 +86,13 @@ class HeldLockManager(StoreManager["HeldLock"]):
         while True:
             # Read first: whoever loses takes no lock and writes nothing.
             with store.short_transaction(bound, writes=False):
-                contended, row = self._look(attempt)
+                contended, row, is_shared = self._look(attempt)
             if contended is None:
-                if counters.is_shared(name):
+                if is_shared:
                     return None
                 with counters.turn(name, key, bound) as waited:
                     if waited:
-                        contended, row = self._look(attempt)
+                        contended, row, _ = self._look(attempt)
                     if contended is None and (free := self._lock_free(attempt)):
                         counter, over, now = free
                         fence = counters.advance(name, key, counter, self._floor(now))
@@ -363,15 +363,16 @@ class HeldLockManager(StoreManager["HeldLock"]):
     def _floor(self, now: datetime) -> datetime | None:
         return now if self.follows_clock else None
 
-    def _look(self, attempt: Attempt) -> tuple[Contended | None, HeldLock | None]:
-        """Return why the key cannot be had, if so, and the live row that is in the way."""
+    def _look(self, attempt: Attempt) -> tuple[Contended | None, HeldLock | None, bool]:
+        """Return why the key cannot be had, the live row in the way, and whether it was shared."""
         row = self.filter(pk=attempt.name).first()
-        paused_until = self._counters.paused_until(attempt.name)
+        counter = self._counters.filter(pk=attempt.name).first()
+        paused_until, closed_until = _gates(counter)
         now = self._store.now()
         live = None if row is None else _live(row, now)
         holders = [] if live is None else [live]
         kept = in_the_way(attempt, holders, None, paused_until, now)
-        return kept, row if holders else None
+        return kept, row if holders else None, closed_until is not None
 
     def _lock_free(
         self, attempt: Attempt
@@ -384,9 +385,8 @@ class HeldLockManager(StoreManager["HeldLock"]):
         counter = self._counters.lock(attempt.name)
         row = only(self.select_for_update().filter(pk=attempt.name))
         now = self._store.now()
-        if counter is not None and counter.closed_until is not None:
-            return None
-        if counter is not None and counter.paused_until is not None and now < counter.paused_until:
+        paused_until, closed_until = _gates(counter)
+        if closed_until is not None or (paused_until is not None and now < paused_until):
             return None
         record = None if row is None else _live(row, now)
         if record is not None and not attempt.may_replace(record):
@@ -477,8 +477,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         rows, now = self._rows_of(attempt.name), self._store.now()
         live = [row for row in rows if row.is_live(now)]
         records = [row.as_record() for row in live]
-        closed_until = None if counter is None else counter.closed_until
-        paused_until = None if counter is None else counter.paused_until
+        paused_until, closed_until = _gates(counter)
         contended = in_the_way(attempt, records, closed_until, paused_until, now)
         return _Seen(counter, rows, live, now, contended)
 
@@ -502,7 +501,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         """Whether the holders have yet to be marked, or the door to be closed."""
         if any(not row.wanted for row in seen.live):
             return True
-        until = None if seen.counter is None else seen.counter.closed_until
+        _paused_until, until = _gates(seen.counter)
         half = timedelta(seconds=DOOR_SECONDS / 2)
         return not attempt.shared and until is not None and until < seen.now + half
 
@@ -549,6 +548,11 @@ class _Seen(NamedTuple):
     live: list[HeldLock]
     now: datetime
     contended: Contended | None
+
+
+def _gates(counter: FenceCounter | None) -> tuple[datetime | None, datetime | None]:
+    """Return until when a key is paused, and until when nobody joins those who share it."""
+    return (None, None) if counter is None else (counter.paused_until, counter.closed_until)
 
 
 def _is_place(name: str) -> Q:
