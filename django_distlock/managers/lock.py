@@ -304,43 +304,29 @@ class HeldLockManager(StoreManager["HeldLock"]):
         Returns:
             How many records have gone, and the storage key that this call came to.
         """
+        is_postgresql = connections[self.db].vendor == "postgresql"
+        clean = self._clean_at_once if is_postgresql else self._clean
         with self._store.short_transaction(MAX_BOUND):
             before = min(before, self._store.now())
-            if connections[self.db].vendor == "postgresql":
-                return self._clean(before, limit, after or "")
-            over = self.filter(free_at__lte=before)
-            names, came_to = self._next(over, limit, after)
-            # In a statement of its own: not every database can lock what LIMIT leaves.
-            unlocked = over.select_for_update(skip_locked=True).filter(pk__in=names)
-            names = list(unlocked.order_by("pk").values_list("pk", flat=True))
-            return self._store.delete(self.all(), names), came_to
+            gone, came_to = clean(after or "", before, limit)
+            if after and came_to is None:
+                gone += clean("", before, limit - gone)[0]
+            return gone, came_to
 
-    def _clean(self, before: datetime, limit: int, after: str) -> tuple[int, str | None]:
-        """Remove the next records on PostgreSQL, where one statement does it."""
-        gone, last = self._clean_behind(after, before, limit)
-        if gone == limit:
-            return gone, last
-        if after:
-            gone += self._clean_behind("", before, limit - gone)[0]
-        return gone, None
-
-    def _clean_behind(self, after: str, before: datetime, limit: int) -> tuple[int, str | None]:
+    def _clean_at_once(self, after: str, before: datetime, limit: int) -> tuple[int, str | None]:
         rows = self.model._meta.db_table
         found = rows_of(self.db, _CLEAN % (rows, rows), to_microseconds(before), after, limit)
         gone, last = found[0]
-        return gone, last
+        return gone, last if gone == limit else None
 
-    def _next(
-        self, over: models.QuerySet[HeldLock], limit: int, after: str | None
-    ) -> tuple[list[str], str | None]:
-        """Return the next of these rows, and which is the last, if there may be more."""
-        ordered = over.order_by("pk").values_list("pk", flat=True)
-        names = list((ordered if after is None else ordered.filter(pk__gt=after))[:limit])
-        if len(names) == limit:
-            return names, names[-1]
-        if after is not None:
-            names += ordered.filter(pk__lte=after)[: limit - len(names)]
-        return names, None
+    def _clean(self, after: str, before: datetime, limit: int) -> tuple[int, str | None]:
+        """Remove the next records; return how many, and the last of them if there may be more."""
+        over = self.filter(free_at__lte=before).order_by("pk")
+        names = list(over.filter(pk__gt=after).values_list("pk", flat=True)[:limit])
+        # In a statement of its own: not every database can lock what LIMIT leaves.
+        unlocked = over.select_for_update(skip_locked=True).filter(pk__in=names)
+        gone = self._store.delete(self.all(), list(unlocked.values_list("pk", flat=True)))
+        return gone, names[-1] if len(names) == limit else None
 
     def remove_expired(self, **lookup: Any) -> int:
         """Remove the record that `lookup` finds if it is over and nobody has it locked."""
