@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections, models
 from django.db.models import F, Max, Q
 
 from ..conf import DEFAULT_TABLES, table
-from ..core.durations import MAX_BOUND
 from ..database import vendors
 from ..database.connections import rows_of
 from ..database.fields import to_microseconds
@@ -21,8 +19,6 @@ from .counts import MOST, Count, Counts, Sizes, States, Strain, TableSize
 
 if TYPE_CHECKING:
     from .tables import FenceTable
-
-T = TypeVar("T")
 
 #: PostgreSQL is asked for an estimate where it expects more rows than this.
 COUNTED: Final = 100_000
@@ -51,23 +47,13 @@ WHERE table_schema = %s AND table_name = %s
 
 def count_rows(store: FenceTable, *, locks: bool) -> Counts:
     """Count what a backend has in its tables; `locks`: those are rows too. Nothing is locked."""
-    counts = _asked(store, lambda on: _count(store, on, locks=locks))
-    return replace(counts, sizes=_asked(store, lambda on: _sizes(on, store)))
+    counts = store._ask_within(lambda on: _count(store, on, locks=locks), long=True)
+    return replace(counts, sizes=store._ask_within(lambda on: _sizes(on, store), long=True))
 
 
 def count_states(store: FenceTable, soon: float) -> tuple[States, Strain]:
     """Count what is held by its state, or estimate it, and say where it is tight."""
-    return _asked(store, lambda on: _states(store, on, soon))
-
-
-def _asked(store: FenceTable, question: Callable[[str], T]) -> T:
-    """Ask, and wait no longer for whoever has the tables locked than any other operation does."""
-
-    def bounded(on: str) -> T:
-        with vendors.of(on).short_transaction(MAX_BOUND, writes=False):
-            return question(on)
-
-    return store._ask(bounded, writes=False, long=True)
+    return store._ask_within(lambda on: _states(store, on, soon), long=True)
 
 
 def _states(store: FenceTable, using: str, soon: float) -> tuple[States, Strain]:

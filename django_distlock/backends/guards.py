@@ -12,10 +12,8 @@ from typing import Any
 from django.db import DatabaseError, transaction
 
 from ..conf import table
-from ..core.durations import MAX_BOUND
 from ..core.holders import Session
 from ..core.records import KeptKey
-from ..database import vendors
 from ..database.connections import rows_of
 from ..database.sql import HELD_LOCKS, LOCK_NUMBER, mark, number
 
@@ -89,8 +87,7 @@ def postgresql_kept_keys(
 ) -> tuple[KeptKey, ...]:
     """Return what transactions have locked, or wait for, the longest one first."""
     escaped = {what: name.replace("%", "%%") for what, name in tables.items()}
-    with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
-        rows = rows_of(using, _KEPT_KEYS.format(**escaped), namespace, limit)
+    rows = rows_of(using, _KEPT_KEYS.format(**escaped), namespace, limit)
     return tuple(
         KeptKey(key, number, shared, waits, since, _session(*session))
         for key, number, shared, waits, since, *session in rows
@@ -99,8 +96,7 @@ def postgresql_kept_keys(
 
 def postgresql_keepers(using: str, salt: str, name: str) -> tuple[Session, ...]:
     """Return the sessions whose transactions have locked a key, the longest one first."""
-    with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
-        rows = rows_of(using, _KEEPERS.format(salt=salt.replace("%", "%%")), name)
+    rows = rows_of(using, _KEEPERS.format(salt=salt.replace("%", "%%")), name)
     return tuple(_session(*row) for row in rows)
 
 
@@ -109,13 +105,12 @@ def postgresql_guards(using: str, fences: str, name: str) -> tuple[Session, ...]
 
     Nobody is waited for, and nothing is locked.
     """
-    with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
-        lockers = [xmax for (xmax,) in rows_of(using, _LOCKERS % table("fences"), name)]
-        for number in [*lockers]:
-            # It is none of a list, or of one that is long gone.
-            with suppress(DatabaseError), transaction.atomic(using=using):
-                lockers += [xid for (xid,) in rows_of(using, _MEMBERS, number)]
-        rows = rows_of(using, _SESSIONS, lockers, fences) if lockers else []
+    lockers = [xmax for (xmax,) in rows_of(using, _LOCKERS % table("fences"), name)]
+    for each in [*lockers]:
+        # It is none of a list, or of one that is long gone.
+        with suppress(DatabaseError), transaction.atomic(using=using):
+            lockers += [xid for (xid,) in rows_of(using, _MEMBERS, each)]
+    rows = rows_of(using, _SESSIONS, lockers, fences) if lockers else []
     return tuple(_session(*row) for row in rows)
 
 

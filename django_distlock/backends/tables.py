@@ -153,11 +153,10 @@ class FenceTable:
 
     def _fences_of(self, names: Sequence[str]) -> Sequence[int | None]:
         def look(on: str) -> dict[str, int]:
-            with vendors.of(on).short_transaction(MAX_BOUND, writes=False):
-                counters = self._counters_on(on).filter(pk__in=names)
-                return dict(counters.values_list("pk", "fence"))
+            counters = self._counters_on(on).filter(pk__in=names)
+            return dict(counters.values_list("pk", "fence"))
 
-        found = self._ask(look, writes=False, long=True)
+        found = self._ask_within(look, long=True)
         return [found.get(name, 0) for name in names]
 
     def _guards_of(self, name: str) -> tuple[Session, ...] | None:
@@ -170,12 +169,14 @@ class FenceTable:
             keepers = postgresql_keepers(on, self._salt, name)
             return keepers + postgresql_guards(on, fences, name)
 
-        return self._ask(look, writes=False)
+        return self._ask_within(look)
 
     def _is_guarded(self, name: str) -> bool:
         # It only tells more about an answer that there is already.
         with suppress(LockError):
-            if self._is_locked_by_transaction(name):
+            if connections[self.using].vendor == "postgresql" and self._ask_within(
+                lambda on: postgresql_keepers(on, self._salt, name)
+            ):
                 return True
             names = self._connections
             return self._ask(
@@ -183,11 +184,6 @@ class FenceTable:
                 busy=lambda: False,
             )
         return False
-
-    def _is_locked_by_transaction(self, name: str) -> bool:
-        if connections[self.using].vendor != "postgresql":
-            return False
-        return bool(self._ask(lambda on: postgresql_keepers(on, self._salt, name), writes=False))
 
     @property
     def _salt(self) -> str:
@@ -224,12 +220,11 @@ class FenceTable:
 
     def _noted(self, name: str) -> int | None:
         def read(on: str) -> int | None:
-            vendor, notes = vendors.of(on), RunNote.objects.db_manager(on)
-            with vendor.short_transaction(MAX_BOUND, writes=False):
-                live = notes.filter(pk=self._noted_as(name), until__gt=vendor.now())
-                return live.values_list("fence", flat=True).first()
+            notes = RunNote.objects.db_manager(on)
+            live = notes.filter(pk=self._noted_as(name), until__gt=vendors.of(on).now())
+            return live.values_list("fence", flat=True).first()
 
-        return self._ask(read, writes=False)
+        return self._ask_within(read)
 
     def _remove_notes(self, before: datetime, limit: int) -> int:
         """Remove notes, of every backend in the table, that were over before `before`."""
@@ -340,6 +335,15 @@ class FenceTable:
         except SynchronousOnlyOperation as error:
             raise self._in_coroutine(key) from error
         return busy()
+
+    def _ask_within(self, question: Callable[[str], T], *, long: bool = False) -> T:
+        """Read, and wait no longer for whoever has the tables locked than any other operation."""
+
+        def bounded(on: str) -> T:
+            with vendors.of(on).short_transaction(MAX_BOUND, writes=False):
+                return question(on)
+
+        return self._ask(bounded, writes=False, long=long)
 
     def _busy(self, name: str) -> Contended:
         """Return a busy answer, with the holder if a plain read can tell."""

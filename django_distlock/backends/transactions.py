@@ -68,7 +68,7 @@ class TransactionLocks(FenceTable):
             tables = {"fences": self._connections.name("fences"), "salt": self._salt}
             return postgresql_kept_keys(on, tables, self._namespace(), limit)
 
-        found: tuple[KeptKey, ...] = self._ask(look, writes=False, long=True)
+        found: tuple[KeptKey, ...] = self._ask_within(look, long=True)
         return found
 
     def _call_function(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:

@@ -40,13 +40,13 @@ class SessionViews(FenceTable):
         return None if found is None else found[0]
 
     def _read_many(self, names: Sequence[str]) -> Sequence[Record | None]:
-        found = self._ask(self._find_all, writes=False, long=True)
+        found = self._ask_within(self._find_all, long=True)
         return [found.get(name) for name in names]
 
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
-        found = self._ask(self._find_all, writes=False, long=True)
+        found = self._ask_within(self._find_all, long=True)
         return Page.of(found, prefix, cursor, host=host, task_id=task_id, limit=limit)
 
     def _force_release(
@@ -78,8 +78,7 @@ class SessionViews(FenceTable):
 
     def _find_all(self, on: str) -> dict[str, Record]:
         """Return the records of all held keys of this key prefix, by storage key."""
-        with vendors.of(on).short_transaction(MAX_BOUND, writes=False):
-            rows = rows_of(on, self._statements.everybody(), self._namespace())
+        rows = rows_of(on, self._statements.everybody(), self._namespace())
         return {name: self._record(name, who, instant(now)) for now, *who, name in rows}
 
     def _held_among(self, on: str, names: Sequence[str]) -> Collection[str]:
