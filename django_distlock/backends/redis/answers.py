@@ -156,7 +156,6 @@ def key_of(name: str) -> str:
 
 
 def _record_of(fields: Mapping[str, str], holder: Holder) -> Record:
-    stop, until = fields.get("stop_requested_at"), fields.get("renewed_until")
     return Record(
         key=fields["key"],
         token=fields["token"],
@@ -168,11 +167,11 @@ def _record_of(fields: Mapping[str, str], holder: Holder) -> Record:
         free_at=_instant(fields["free_at"]),
         holder=holder,
         wanted="wanted" in fields,
-        stop_requested_at=_instant(stop) if stop else None,
+        stop_requested_at=_instant(fields.get("stop_requested_at")),
         shared="shared" in fields,
-        renewed_until=_instant(until) if until else None,
+        renewed_until=_instant(fields.get("renewed_until")),
     )
 
 
-def _instant(microseconds: str) -> datetime | None:
+def _instant(microseconds: str | None) -> datetime | None:
     return from_microseconds(int(microseconds)) if microseconds else None
