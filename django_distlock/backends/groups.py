@@ -112,10 +112,10 @@ class Transactions(_InTransactions):
             BackendUnavailable: The store is unavailable.
         """
         found = self._backend._lock_for_transaction(asked)
-        if found is None or not found.answer.is_unclear:
-            return found
-        guarded = self._backend._is_guarded(self._name(found.key))
-        return replace(found, answer=replace(found.answer, guarded=guarded))
+        if found is None:
+            return None
+        answer = self._backend._clearer(self._name(found.key), found.answer, 1)
+        return replace(found, answer=answer)
 
     def kept(self, limit: int = 1000) -> Sequence[KeptKey] | None:
         """Return what transactions have locked, or wait for, the longest one first.
