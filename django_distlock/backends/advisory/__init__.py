@@ -83,7 +83,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
         other = self._holdings.of_token(attempt.token)
         if other is not None and other.name != attempt.name and not other.session.closed:
-            raise _second_key(attempt.key)
+            raise InvalidArgument("This token already holds another key.", key=attempt.key)
         replace = attempt.replace
         held = None if replace is None else self._holdings.of_token(replace, attempt.name)
         answer = None if held is None else self._hand_over(held, attempt)
@@ -185,7 +185,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         if not self._holdings.add(Holding(attempt.name, int(str(number)), session, record)):
             # Another thread was granted another key for this token meanwhile.
             session.close()
-            raise _second_key(attempt.key)
+            raise InvalidArgument("This token already holds another key.", key=attempt.key)
         self._sessions.keep_lock(session)
         check_fence(attempt.key, fence)
         return attempt.grant(fence, at, None)
@@ -354,8 +354,3 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
 
 def _prepared(tables: TableConnections) -> str:
     return Statements(*table_names(tables)).preparation()
-
-
-def _second_key(key: str) -> InvalidArgument:
-    """Return why a token that holds a key is not granted another one."""
-    return InvalidArgument("This token already holds another key.", key=key)
