@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from django_distlock.backends.redis import clients
+from django_distlock.core import budgets
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
@@ -131,6 +134,16 @@ def test_server_that_takes_no_connection_is_trouble_in_time(
         Later(take, behind, key).result()
     assert caught.value.code == "network_timeout"
     assert take(behind, key).fence > 0
+
+
+def test_handshake_of_tls_ends_in_the_time_of_the_call(key: str) -> None:
+    """The server takes the connection, and says nothing, for less than `socket_timeout`."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        backend = backend_on(f"rediss://127.0.0.1:{silent.getsockname()[1]}/0")
+        until = time.monotonic() + SILENCE
+        with pytest.raises(BackendUnavailable) as caught:
+            Later(budgets.spend, until, backend.read, key).result()
+        assert caught.value.code == "network_timeout"
 
 
 def test_closed_idle_connection_is_no_error(backend: Any, client: Any, key: str) -> None:

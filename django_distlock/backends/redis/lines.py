@@ -187,12 +187,15 @@ def _open(connection: Any) -> None:
         return
     if not left:
         raise budgets.Over
-    usual = connection.socket_connect_timeout
+    connecting, answering = connection.socket_connect_timeout, connection.socket_timeout
     # Not put back where this fails: nobody uses such a connection again.
-    connection.socket_connect_timeout = min(left, usual)
+    connection.socket_connect_timeout = min(left, connecting)
+    # Amid the handshake of TLS, there is no socket yet that could be shut.
+    connection.socket_timeout = min(left, answering)
     with Opening(lambda: shut(connection._sock)):
         connection.connect()
-    connection.socket_connect_timeout = usual
+    connection.socket_connect_timeout, connection.socket_timeout = connecting, answering
+    connection._sock.settimeout(answering)
 
 
 def shut(wire: Any) -> None:
