@@ -49,9 +49,14 @@ class _Bridged(BaseLockBackend):
         super().__init__(config, **options)
         self._bridge = bridge
 
-    # Nobody tells when old code gives its lock back: waiters poll.
-    is_listening = BaseLockBackend.is_listening
-    listen = BaseLockBackend.listen
+    @property
+    def is_listening(self) -> bool:
+        """Nobody tells when old code gives its lock back: waiters poll."""
+        return False
+
+    def listen(self, bound: float = 0.0) -> bool:
+        """See `is_listening`."""
+        return False
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
         if attempt.replace not in (None, attempt.token):
