@@ -20,7 +20,7 @@ class DistlockConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register checks, keep events, install server functions behind `migrate`."""
+        """Register checks, keep events, install server functions after `migrate`."""
         from . import checks
         from .managers.lock import refuse_lower_fence
         from .models import FenceCounter, SeenFence

@@ -109,13 +109,13 @@ def single_flight(key: str, compute: Callable[[], Any] | None = None, **how: Unp
         key: Of the cache and of the lock; for a decorator, a template of the parameters.
         compute: Returns the value.
         timeout: Seconds (or a `timedelta`) that the value counts, at least 1; None: for ever.
-        stale: Seconds (or a `timedelta`) behind `timeout` for which the value is given to those
+        stale: Seconds (or a `timedelta`) after `timeout` for which the value is given to those
             who would wait while one computes it anew; at least 1, or 0: they wait.
         cache: An alias in `CACHES`.
         on_error: What becomes of an error of `compute`. "raise": those who wait get it too, or a
             `LockError` where it cannot be pickled; "compute": they compute one after the other;
             "stale": who computed gets the stale value, if there is one, and the error is logged.
-        on_conflict: What is done behind `wait`. "raise": `LockNotAcquired`; "run": the value is
+        on_conflict: What is done after `wait`. "raise": `LockNotAcquired`; "run": the value is
             computed without the lock.
         wait: Seconds (or a `timedelta`) to wait for a result.
         ttl: Seconds (or a `timedelta`) of the lock's lease; None: the `TTL` of the backend. A

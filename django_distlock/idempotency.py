@@ -68,7 +68,7 @@ def idempotent(
 
     For views, and for methods of class-based views and of Django REST framework's, where it is the
     decorator next to the function. While the first request runs, others are answered with 409 and
-    `Retry-After`; behind it, with the stored status, headers (`KEPT_HEADERS`), body, and
+    `Retry-After`; after it, with the stored status, headers (`KEPT_HEADERS`), body, and
     `Idempotency-Replayed: true`. Another request with the same key is answered with 422: another
     path or query, method, type of content, or body.
 
@@ -179,7 +179,7 @@ def _once(
                 transaction.set_rollback(True, using)
             else:
                 response: HttpResponse = _finished(call(), request)
-                # What is no response becomes Django's error, behind us.
+                # What is no response becomes Django's error, after us.
                 status = getattr(response, "status_code", 500)
                 if status >= 500 or status in NOT_KEPT or transaction.get_rollback(using):
                     transaction.set_rollback(True, using)
@@ -219,12 +219,12 @@ def _keep(row: Any, response: Any, max_body: int) -> None:
 
 
 def _finished(response: Any, request: Any) -> Any:
-    """Return a response with its content, which some make behind their view."""
+    """Return a response with its content, which some make after their view."""
     if getattr(response, "is_rendered", True):
         return response
     renderer = getattr(request, "accepted_renderer", None)
     if renderer is not None and not hasattr(response, "accepted_renderer"):
-        # As Django REST framework does it, behind its methods.
+        # As Django REST framework does it, after its methods.
         response.accepted_renderer = renderer
         response.accepted_media_type = request.accepted_media_type
         response.renderer_context = {**request.parser_context, "request": request}

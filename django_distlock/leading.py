@@ -35,7 +35,7 @@ logger = logging.getLogger("django_distlock")
 
 #: Seconds that a candidate waits in one go: then it looks whether another thread has stopped it.
 PATIENCE: Final = 5.0
-#: Seconds until a candidate campaigns again behind a term, or an error of the store.
+#: Seconds until a candidate campaigns again after a term, or an error of the store.
 AGAIN: Final = 1.0
 #: Seconds between two looks whether an operator has asked the leader to finish.
 LOOK: Final = 1.0
@@ -54,7 +54,7 @@ def leader(
     Args:
         name: What is led; a part of a key.
         ttl: Seconds (or a `timedelta`) of the leader's lease; None: the `TTL` of the backend. A
-            leader that is dead, or stands still, is replaced a second behind that at the latest.
+            leader that is dead, or stands still, is replaced a second after that at the latest.
         backend: An alias in `DISTLOCK`.
         steal_if_dead: See `distlock`.
         metadata: See `distlock`. Its `"role"` is `"leader"`.
@@ -236,7 +236,7 @@ def _leave(entered: Entered, leader: Leader, *end: object) -> None:
 class Leader:
     """A candidate, made by `leader()`. Used by one thread, but for `stop()`.
 
-    As a context manager it campaigns until it leads, gives the `Term`, and steps down behind the
+    As a context manager it campaigns until it leads, gives the `Term`, and steps down after the
     block. In the main thread SIGTERM stops it, where nobody ignores that: the term is over, what
     handled the signal before is called too, and a second SIGTERM does what it did before.
     """
@@ -259,7 +259,7 @@ class Leader:
     def run(self, work: Callable[[Term], object]) -> None:
         """Call `work(term)` in each term that this process is elected for, until it is stopped.
 
-        It also ends when `work` returns while its term lasts. Behind a term that is over, whether
+        It also ends when `work` returns while its term lasts. After a term that is over, whether
         `work` returns or raises `LockLost` or `FenceRejected`, it campaigns again.
 
         Raises:

@@ -19,7 +19,7 @@ from .managers.fence import FenceCounterManager, refuse_change
 from .managers.lock import HeldLockManager
 from .managers.waiter import WaiterManager
 
-#: Bytes of the longest storage key: any key of 512 bytes behind a prefix of 127 or less.
+#: Bytes of the longest storage key: any key of 512 bytes after a prefix of 127 or less.
 MAX_STORAGE_KEY = 640
 
 

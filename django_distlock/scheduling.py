@@ -212,7 +212,7 @@ def scheduled(
         expected: Seconds (or a `timedelta`) that a run takes.
         margin: Seconds above that; None: half of `expected`. In the first half of it a tick is
             tried again whose store does not answer, or has a transaction in the way.
-        hold: Whether the key stays taken behind a run that was quicker.
+        hold: Whether the key stays taken after a run that was quicker.
         jitter: Seconds at most to wait before a tick, different ones each time, to spread load.
         every: Seconds between two ticks, from 0.1 to 366 days; the longest, where they differ. The
             store then knows when the last one ran, and metrics say by how much the next is overdue.

@@ -72,8 +72,8 @@ def locked_view(
     framework's, actions included. There a conflict is answered with problem JSON (RFC 9457).
 
     With `ATOMIC_REQUESTS`, the transaction is inside of the lock: it is committed before the key is
-    free. The transaction of a method begins around its class: there the key is free behind the
-    commit. What a streaming response sends is not under the lock, for it is made behind the view.
+    free. The transaction of a method begins around its class: there the key is free after the
+    commit. What a streaming response sends is not under the lock, for it is made after the view.
 
     The request is kept beside the holder, as `metadata["request"]`: "POST /invoices/5/", its path
     escaped, without the query, and cut to 255 characters, or to what other metadata leave.
@@ -194,7 +194,7 @@ class LockedViewMixin:
 
 
 def refuse(request: HttpRequest, error: Exception, again_in: int) -> HttpResponse:
-    """Say that somebody else is at it; the status and `Retry-After` are set behind this.
+    """Say that somebody else is at it; the status and `Retry-After` are set after this.
 
     Args:
         again_in: Seconds until it may be asked again.
@@ -249,7 +249,7 @@ class _Locked:
 
     #: Returns the key of a request, called as the view is.
     key: Callable[..., str]
-    #: Where a view's call has its request: behind the object, if it is a method.
+    #: Where a view's call has its request: after the object, if it is a method.
     _place = 0
     #: Whether refusals are problem JSON, whatever the request is: of classes of REST framework's.
     problems = False

@@ -121,7 +121,7 @@ class KeyPage:
 
     @property
     def fence_after(self) -> int:
-        """The least fence of whoever gets the key behind a forced release."""
+        """The least fence of whoever gets the key after a forced release."""
         return self.view.fence + 1
 
     @property

@@ -81,7 +81,7 @@ class Pages:
 def object_page(key: str, site: AdminSite, request: HttpRequest) -> tuple[str, str] | None:
     """Return the name and the page of the object that a key is about; None: it names none.
 
-    A key names a model at its beginning, and behind a colon the primary key: `shop.order:17`. The
+    A key names a model at its beginning, and after a colon the primary key: `shop.order:17`. The
     app may be left out where the site has one model of that name.
     """
     name, _, rest = key.partition(":")

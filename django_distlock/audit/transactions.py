@@ -133,7 +133,7 @@ class Transactions:
         )
 
     def _saved_behind(self, block: ast.stmt, call: ast.Call) -> Iterator[int]:
-        """Give the first line behind a block in which a row that it had locked is saved."""
+        """Give the first line after a block in which a row that it had locked is saved."""
         lines = []
         for each in self.source.calls:
             match each.func:

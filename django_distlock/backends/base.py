@@ -1,4 +1,4 @@
-"""The narrow waist: what every backend answers, and the checks that are the same for all."""
+"""The interface of all backends, with the validation that is the same for all of them."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from .threads import CallThreads
 
 T = TypeVar("T")
 
-#: Every backend of this process: a fork copies them all.
+#: All backends of this process, to be reset in a forked child.
 every: weakref.WeakSet[BaseLockBackend] = weakref.WeakSet()
 
-#: Who asks where nobody says.
+#: The holder if the caller names none.
 _NOBODY = Holder()
 
 
-#: Counters that are asked for one by one at most, where a store knows no other way.
+#: How many counters are read one by one at most, by a backend without a better way.
 ONE_BY_ONE: Final = 100
 
-#: What a backend can do, by the method that it has for it.
+#: Capabilities, and the method by which a backend shows that it has them.
 _SHOWN_BY = {
     "acquires_together": "_acquire_many",
     "supports_guard": "_guard",
@@ -69,21 +69,21 @@ _SHOWN_BY = {
 
 
 class BaseLockBackend:
-    """A store of locks, asked once per call.
+    """A store of locks.
 
-    Each public operation is one attempt, atomic in the store, without retries. It checks its
-    arguments before any I/O and hands the storage key to the method of the same name with a
-    leading underscore, which a backend defines. Contention and loss are answers; a store that
+    Each public operation is one attempt, atomic in the store, without retries. It validates its
+    arguments before any I/O, and passes the storage key to the method of the same name with a
+    leading underscore, which a backend defines. Contention and loss are results; a store that
     cannot be reached raises `BackendUnavailable`.
 
-    An operation that would have to wait longer than `bound` seconds for somebody else's
-    transaction answers `Contended(busy=True)`, or `UNKNOWN` where it is about a lease of one's own.
+    An operation that would have to wait longer than `bound` seconds for another transaction returns
+    `Contended(busy=True)`, or `UNKNOWN` if it is about the caller's own lease.
 
-    Asynchronous code runs any of them by `threads.run`.
+    Async code runs all operations by `threads.run`.
 
     Args:
-        config: What `DISTLOCK` says about the alias.
-        unknown: Options that no class on the way here knows.
+        config: The entry of the alias in `DISTLOCK`.
+        unknown: Options that no class of the backend takes.
 
     Raises:
         InvalidLockBackend: An unknown option, or a key prefix that this store cannot take.
@@ -93,38 +93,38 @@ class BaseLockBackend:
     distributed: ClassVar[bool] = False
     # Does every grant carry a fence that grows?
     supports_fencing: ClassVar[bool] = True
-    # Does a lease end by itself?
+    # Do leases expire?
     supports_ttl: ClassVar[bool] = True
     # Does the store wake its waiters?
     supports_wakeups: ClassVar[bool] = False
-    # Can a transaction keep a key from being taken over until its end? Who has `_guard` can.
+    # Can a transaction keep a key from being taken over until its end? True if `_guard` is defined.
     supports_guard: bool = False
-    # Can the caller's transaction lock keys until its end? Who has `_lock_for_transaction` can.
+    # Can the caller's transaction lock keys? True if `_lock_for_transaction` is defined.
     supports_transactions: bool = False
-    # Are several keys granted in one step? Who has `_acquire_many` does that.
+    # Are several keys granted in one step? True if `_acquire_many` is defined.
     acquires_together: bool = False
-    # Can several hold a key at the same time? Who has `_sharing` can.
+    # Can several hold a key at the same time? True if `_sharing` is defined.
     supports_sharing: ClassVar[bool] = False
-    # Can held locks be listed? Who has `_list` can.
+    # Can held locks be listed? True if `_list` is defined.
     supports_listing: ClassVar[bool] = False
-    # Can a lock be found by its token? Who has `_read_token` can.
+    # Can a lock be found by its token? True if `_read_token` is defined.
     supports_token_lookup: ClassVar[bool] = False
-    # Can somebody else end a lease? Who has `_force_release` can.
+    # Can operators end a lease? True if `_force_release` is defined.
     supports_operators: ClassVar[bool] = False
-    # Can another thread extend what this one takes?
+    # Can another thread extend the lease that this one acquired?
     can_renew: bool = True
     # Whose clock decides when a lease ends?
     time_authority: Literal["server", "client"] = "server"
     # How many bytes does the longest storage key have?
     storage_key_limit: ClassVar[int] = 1000
 
-    #: The alias of the database that keeps its fences, and its locks where they are rows.
+    #: The alias of the database with its fences, and with its locks if they are rows.
     using = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for capability, hook in _SHOWN_BY.items():
-            # The nearest class that says it, or shows it by its method.
+            # The nearest class that sets the capability or defines its method.
             nearest = next(each for each in cls.__mro__ if {capability, hook} & vars(each).keys())
             if capability not in vars(nearest):
                 setattr(cls, capability, True)
@@ -143,11 +143,11 @@ class BaseLockBackend:
             self.key_prefix = normalize_prefix(config.key_prefix, self.storage_key_limit)
         except InvalidArgument as error:
             raise InvalidLockBackend(f"DISTLOCK[{self.alias!r}]: KEY_PREFIX: {error}") from None
-        #: The clock by which this process counts its leases. That of a test goes as the test says.
+        #: The clock by which this process counts its leases. A test may replace it.
         self.monotonic: Callable[[], float] = monotonic
-        #: Where calls are made for asynchronous code.
+        #: The threads in which async code makes its calls.
         self.threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
-        #: Who waits in this process, by storage key.
+        #: The waiters of this process, by storage key.
         self.queues = Queues(self._name)
         #: Hears of keys that became free; None: the store tells nobody, or wakes them by itself.
         self._listener: Listener | None = None
@@ -171,14 +171,14 @@ class BaseLockBackend:
     ) -> Grant | Contended:
         """Grant the key to `token` if it is free.
 
-        Contended, nothing is written and no fence is used up.
+        If it is contended, no fence is used up, and nothing is written but the mark of `wanted`.
 
         Args:
-            ttl: Seconds until the lease ends by itself, from 0.1 to `MAX_TTL`; None: no expiry.
-            holder: Who asks.
-            wanted: Mark the grant that is in the way, so that its end wakes the caller.
-            replace: Grant also if this is the token of the grant that is in the way; not if it is
-                `token` itself, which has settled it.
+            ttl: Seconds until the lease expires, from 0.1 to `MAX_TTL`; None: no expiry.
+            holder: The identity of the caller.
+            wanted: Mark the grant in the way, so that its end wakes the caller.
+            replace: The token of a grant that may be replaced; but not one that `token` itself has
+                settled.
             permits: How many may hold the key at the same time, from 1 to 10,000; None: any number.
                 Other than 1: `supports_sharing`.
             bound: Seconds to wait inside the store, at most 1.
@@ -187,7 +187,7 @@ class BaseLockBackend:
             InvalidArgument: Key, token, ttl or bound break a rule.
             BackendUnavailable: The store is unavailable. The key may have been granted: release it
                 with this token, or acquire with `replace=token`.
-            LockUsageError: The store cannot be asked from here.
+            LockUsageError: The store cannot be used here, such as in a broken transaction.
             LockError: The key has used up its fences.
         """
         attempt = self._attempt_for(key, token, ttl, holder, permits, bound)
@@ -202,14 +202,14 @@ class BaseLockBackend:
     def extend(
         self, grant: Grant, ttl: Duration | None = None, *, bound: Duration = MAX_BOUND
     ) -> Grant | Unknown | None:
-        """Give the lease `ttl` more seconds from now, replacing what it had left.
+        """Make the lease end `ttl` seconds from now.
 
         Args:
-            ttl: Seconds; None: as many as the grant had.
+            ttl: Seconds; None: the ttl of the grant.
 
         Returns:
-            The grant with its new end; None: the lease is gone; `UNKNOWN`: no answer within the
-            bound.
+            The grant with its new end; None: the lease is gone; `UNKNOWN`: a transaction had locked
+            the record for all of the bound.
         """
         validate_token(grant.token)
         ttl = grant.ttl if ttl is None else ttl
@@ -219,11 +219,11 @@ class BaseLockBackend:
     def release(
         self, grant: Grant, held: Duration | None = None, *, bound: Duration = MAX_BOUND
     ) -> bool | Unknown:
-        """Give the key back. Return True once, False if the lease is gone, or `UNKNOWN`.
+        """Release the key. Return True once, False if the lease is gone, or `UNKNOWN`.
 
         Args:
-            held: Settle instead: end the work, but keep the key taken, without grace, for so many
-                seconds since the grant. If that is past, the key goes at once. `supports_ttl`.
+            held: Settle instead: spend the token, but keep the key taken, without grace, for so
+                many seconds from the grant. If these are over, release at once. `supports_ttl`.
         """
         validate_token(grant.token)
         name = self._place(grant)
@@ -238,7 +238,7 @@ class BaseLockBackend:
     def read(self, key: str) -> Record | None:
         """Return the record of a held key; None: nobody holds it.
 
-        Of several that share it, that which is free last.
+        If several share the key, this is the one that ends last.
         """
         return self._read(self._name(stored_key(key)))
 
@@ -247,10 +247,10 @@ class BaseLockBackend:
     def extend_many(self, grants: Sequence[Grant]) -> Sequence[Grant | Unknown | None]:
         """Extend several leases, each by its own ttl, in one round trip.
 
-        A record that a transaction holds is skipped as `UNKNOWN`.
+        A record that a transaction has locked is skipped as `UNKNOWN`.
 
         Returns:
-            An answer as `extend` gives it for each grant, in the order of `grants`.
+            The result of `extend` for each grant, in the order of `grants`.
         """
         for grant in grants:
             validate_token(grant.token)
@@ -259,15 +259,15 @@ class BaseLockBackend:
         return self._extend_many(named) if named else []
 
     def is_cut_off(self, grant: Grant) -> bool:
-        """Whether the store has said, without being asked, that the lease is gone.
+        """Whether the store has reported by itself that the lease is gone.
 
-        A look at what has arrived: nothing is sent, and nobody is waited for. False where the store
-        says nothing by itself, and about a lease that this process does not hold.
+        This neither sends a request nor blocks. It is False for stores that report nothing, and for
+        leases that this process does not hold.
         """
         return False
 
     def clock(self) -> datetime:
-        """Return the time by which leases end here: the store's, where `time_authority` says so."""
+        """Return the time by which leases end: by the store's clock, or see `time_authority`."""
         return self._time()
 
     # Listing and tokens
@@ -284,10 +284,10 @@ class BaseLockBackend:
         """Return a page of held locks. `supports_listing`.
 
         Args:
-            prefix: What their keys start with.
+            prefix: Only keys that start with this.
             cursor: The `cursor` of the page before.
-            host: Only those of this `Holder.host`.
-            task_id: Only those of this `Holder.task_id`.
+            host: Only locks of this `Holder.host`.
+            task_id: Only locks of this `Holder.task_id`.
             limit: The size of the page, from 1 to 10 000.
         """
         self._require("supports_listing", "list its locks")
@@ -298,16 +298,16 @@ class BaseLockBackend:
         return self._list(prefix, cursor, host=host, task_id=task_id, limit=limit)
 
     def expired(self, key: str | None = None, *, limit: int = 100) -> Sequence[Record]:
-        """Return leases that ended by their time, whose keys nobody has given back or taken since.
+        """Return expired leases whose keys were neither released nor acquired since.
 
-        The last one to end comes first. A lease that is kept behind its run is none of them.
+        The last one to end comes first. Settled keys are not among them.
 
         Args:
-            key: Only that of this key; None: of all.
+            key: Only the lease on this key; None: all.
             limit: How many at most, from 1 to 10 000.
 
         Returns:
-            Their records; () where the store removes them by itself.
+            Their records; () if the store removes expired records by itself.
         """
         durations.whole_number(limit, "limit", 10_000)
         return self._expired(None if key is None else self._name(stored_key(key)), limit)
@@ -321,12 +321,11 @@ class BaseLockBackend:
     # Fences
 
     def counter(self, key: str, *, beside: str | None = None) -> Counter | None:
-        """Return a key's fence and its pause; None: it was never granted, and is not paused.
-
-        A pause that is over is none.
+        """Return a key's fence and its pause, if any; None: it was never granted or paused.
 
         Args:
-            beside: The database of a transaction that has written, and may keep others out.
+            beside: The database of the caller's transaction, which has written and may lock others
+                out.
         """
         name = self._name(stored_key(key))
         return self._counter(name) if beside is None else self._counter_beside(name, beside)
@@ -339,13 +338,13 @@ class BaseLockBackend:
         cursor: str | None = None,
         limit: int = 1000,
     ) -> Raised:
-        """Raise fence counters, after a store was changed or restored.
+        """Raise fence counters after a store was changed or restored.
 
-        A key that somebody holds is left alone: its holder's guarded writes would fail.
+        Held keys are left alone, because the guarded writes of their holders would fail.
 
         Args:
-            to: The fence that the next grant exceeds; None: what the store's clock says.
-            key: The counter of this key, which is made where there is none; None: a page of all.
+            to: The fence that the next grant exceeds; None: one from the store's clock.
+            key: Only the counter of this key, which is created if missing; None: a page of all.
             cursor: The `cursor` of the page before.
             limit: The size of the page, from 1 to 10 000.
         """
@@ -362,15 +361,14 @@ class BaseLockBackend:
     def force_release(
         self, key: str, *, fence: int | None = None, bound: Duration = MAX_BOUND
     ) -> Record | Contended | None:
-        """Force-release a key: the fence moves on first, then the record goes.
+        """Force-release a key: raise its fence, then remove the record.
 
         Args:
-            fence: Only if this is the holder's fence, compared in the same step; none that is held
-                has 0.
+            fence: Only if the holder has this fence, compared in the same step.
 
         Returns:
-            The record that was removed, of several that shared the key the last one; None: nobody
-            held it (or not by that fence); busy: a guarded transaction of the holder is open,
+            The record that was removed, the last one if several shared the key; None: nobody held
+            it, or not with that fence; busy: a guarded transaction of the holder is open, and
             nothing was changed.
         """
         key = stored_key(key)
@@ -389,19 +387,19 @@ class BaseLockBackend:
         fence: int | None = None,
         bound: Duration = MAX_BOUND,
     ) -> Record | Contended | None:
-        """Request that the holder stops: its next extend says `stop_requested`.
+        """Ask the holder to stop: its next extend says `stop_requested`.
 
         Args:
-            within: Let its lease be renewed for so many seconds at the most. `supports_ttl`.
-                Behind that end its holder is refused. Nobody else is granted the key before the
-                holder must have noticed: it is free at its release, or at the end that the last
-                extend promised. An end never gets later, and a lease without expiry stays as it
-                is. A settled key has no holder any more: it is free at the new end.
-            token: Only if this is the holder's token.
+            within: Also end its renewals after so many seconds. `supports_ttl`. From then on its
+                extends are refused. Nobody else is granted the key before the holder must have
+                noticed: the key is free at its release, or at the end that the last extend
+                promised. An end never moves later, and a lease without expiry keeps none. A settled
+                key, which has no holder, is free at the new end.
+            token: Only if the holder has this token.
             fence: See `force_release`.
 
         Returns:
-            The record as it is now; None: nobody holds it (or not by that token, or fence); busy.
+            The new record; None: nobody holds the key, or not with that token or fence; busy.
         """
         key = stored_key(key)
         if token is not None:
@@ -428,29 +426,30 @@ class BaseLockBackend:
 
         Args:
             until: An aware datetime, in the years 2 to 9998; None: end the pause.
-            by: Who wants it so, for people to read; at most 200 characters.
+            by: Who pauses it, to be shown to people; at most 200 characters.
 
         Returns:
-            Whether the key is paused now, or was if the pause is ended; busy: nothing was changed.
+            Whether the key is paused now; when a pause is ended, whether it was; busy: nothing was
+            changed.
         """
         key = stored_key(key)
         if until is None:
             return self._resume(self._name(key), bound=_bound(bound))
         until = _aware(until, "until")
         if not 1 < until.year < 9999:
-            # It could be stored, and not be read: in some time zones it is no date.
+            # It could be stored but not read: in some time zones, it is out of range.
             raise InvalidArgument(f"until must be in the years 2 to 9998, not {shown(until)}.")
         _text(by, "by", 200)
         answer = self._pause(self._name(key), key, until, by, bound=_bound(bound))
         return True if answer is None else answer
 
     def cleanup(self, before: datetime, limit: int = 1000) -> int:
-        """Remove leases, and notes, that were over before `before`; return how many records went.
+        """Remove leases and notes that ended before `before`; return how many records went.
 
-        What a transaction holds is skipped. Fence counters are never touched.
+        Records that a transaction has locked are skipped. Fence counters are never touched.
 
         Args:
-            before: An aware datetime. A future one counts as now: no live record goes.
+            before: An aware datetime; a future one counts as now. Live records are never removed.
             limit: How many to remove at most, from 1 to 100 000.
         """
         durations.whole_number(limit, "limit", 100_000)
@@ -460,16 +459,16 @@ class BaseLockBackend:
 
     @property
     def is_listening(self) -> bool:
-        """Whether this process is woken right now when a key becomes free."""
+        """Whether this process is subscribed to wake-ups right now."""
         return self._listener is not None and self._listener.is_live
 
     def listen(self, bound: float = 0.0) -> bool:
-        """Let this process be woken when keys become free, as far as the store can do that.
+        """Subscribe this process to wake-ups, if the store has them.
 
-        Whoever relies on it is in `queues` before, and asks once more with `wanted` behind it.
+        To rely on them, join `queues` before, and make an attempt with `wanted` after.
 
         Args:
-            bound: Seconds to wait until it does.
+            bound: Seconds to wait for the subscription.
 
         Returns:
             Whether wake-ups come: `is_listening`.
@@ -479,19 +478,19 @@ class BaseLockBackend:
     # Counts
 
     def counts(self) -> Counts:
-        """Count what the store keeps: locks, waiters, fence counters, bytes. It only reads."""
+        """Count the locks, waiters, fence counters and bytes in the store. It only reads."""
         return self._counts()
 
     def states(self, soon: Duration) -> tuple[States, Strain]:
-        """Count what is held by its state, or estimate it, and say where it is tight.
+        """Count, or estimate, held keys by state, and the strain on the store.
 
         Args:
-            soon: Seconds within which a lease ends to be counted as ending soon.
+            soon: A lease counts as ending soon if it has fewer seconds left.
         """
         return self._states(durations.seconds(soon, "soon"))
 
     def _of_each_holder(self, key: str, token: str | None, operate: Callable[[str], T]) -> T | None:
-        """Operate on who holds a key, by a token or whoever it is; return the last answer."""
+        """Operate on each holder of a key, or the one with a token; return the last answer."""
         name = self._name(key)
         answer: T | None = operate(name)
         if answer is not None or not self.supports_sharing:
@@ -506,7 +505,7 @@ class BaseLockBackend:
             answer = answer if found is None else found
         return answer
 
-    # What a backend defines: the first four, and what else its store can do
+    # Hooks that a backend defines: the first four, and optional ones
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
         raise NotImplementedError
@@ -566,7 +565,7 @@ class BaseLockBackend:
 
     def _counter(self, name: str) -> Counter | None:
         if (record := self._read(name)) is None:
-            # Who is late must not take it for "nobody came after me".
+            # A stale holder must not take "unknown" for "nobody was granted the key since".
             raise self._cannot("read the fence of a key that is not held")
         return Counter(record.fence)
 
@@ -574,7 +573,7 @@ class BaseLockBackend:
         return self._counter(name)
 
     def _fences_of(self, names: Sequence[str]) -> Sequence[int | None]:
-        """Return the fences of these keys; 0: never granted; None: not asked for, or spoiled."""
+        """Return the fences of these keys; 0: never granted; None: unknown, or spoiled."""
         found: list[int | None] = [None] * len(names)
         for number, name in enumerate(names[:ONE_BY_ONE]):
             with suppress(LockUsageError):
@@ -629,7 +628,7 @@ class BaseLockBackend:
         return None
 
     def _is_guarded(self, name: str) -> bool:
-        """Whether a guarded transaction keeps the key. False where the store cannot tell now."""
+        """Whether a guarded transaction keeps the key; False also if that is unknown."""
         return False
 
     def _guards_of(self, name: str) -> tuple[Session, ...] | None:
@@ -658,18 +657,18 @@ class BaseLockBackend:
     # Threads and forks
 
     def _own_thread(self, *, keeps_leases: bool = False) -> None:
-        """Prepare a thread for asynchronous operations; one that keeps leases waits for none."""
+        """Prepare a new thread of this package; `keeps_leases`: the heartbeat's."""
 
     def _keep_no_connections(self) -> None:
-        """Close each connection from now on when it is not in use: settings have changed."""
+        """Close connections as soon as they are not in use, because settings have changed."""
 
     def _begin_in_child(self) -> None:
-        """Forget what a fork copied: waiters, leases and words on sockets are the parent's."""
+        """Forget what a fork has copied: waiters, leases and connections are the parent's."""
         self.queues.forget()
         if self._listener is not None:
             self._listener.forget()
 
-    # What these share
+    # Shared helpers
 
     def _attempt_for(
         self,
@@ -694,9 +693,9 @@ class BaseLockBackend:
         )
 
     def _clearer(self, name: str, answer: Contended, permits: int | None) -> Contended:
-        """Return an answer that says nothing about the key with whether a guard is in the way."""
+        """Add to an unclear answer whether a guarded transaction is in the way."""
         if answer.busy and permits != 1:
-            # Whoever is named may share the key, and leave room for another one.
+            # The named holder may share the key, and leave a permit free.
             answer = changed(answer, fence=None)
         if self.supports_guard and answer.is_unclear:
             return changed(answer, guarded=self._is_guarded(name))
@@ -715,21 +714,21 @@ class BaseLockBackend:
                 )
 
     def _freed(self, name: str, answer: bool | Unknown) -> bool | Unknown:
-        # Without wake-ups, at least those who wait in this process need not wait for longer.
+        # Without wake-ups, at least the waiters of this process are woken.
         if answer is True and self.queues and not self.is_listening:
             self.queues.ring(name)
         return answer
 
     @property
     def _is_elsewhere(self) -> bool:
-        """Whether what was asked last is another store than what is asked by now."""
+        """Whether the alias stands for another store now than at the last request."""
         return False
 
     def _name(self, key: str) -> str:
         return storage_key(self.key_prefix, key, self.storage_key_limit)
 
     def _place(self, grant: Grant) -> str:
-        """Return what the store calls a lease."""
+        """Return the name of a lease in the store."""
         name = self._name(stored_key(grant.key))
         return place_name(name, grant.token) if grant.shared else name
 
@@ -778,7 +777,7 @@ def _aware(value: datetime, name: str) -> datetime:
 
 
 def _begin_in_child() -> None:
-    # One whose options were refused has not all of its parts, and fails. The others go on.
+    # A backend whose options were refused is incomplete, and fails here. The others go on.
     with ExitStack() as stack:
         for backend in list(every):
             stack.callback(backend._begin_in_child)

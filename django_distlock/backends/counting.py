@@ -1,4 +1,4 @@
-"""How much a database keeps of locks: counted where that is cheap, and else estimated."""
+"""Count the rows of locks in a database, or estimate them if there are very many."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .counts import MOST, Count, Counts, Sizes, States, Strain, TableSize
 if TYPE_CHECKING:
     from .tables import FenceTable
 
-#: PostgreSQL is asked for an estimate where it expects more rows than this.
+#: Above so many expected rows, PostgreSQL's estimate is used.
 COUNTED: Final = 100_000
 
 _TABLE = """
@@ -29,7 +29,7 @@ SELECT pg_total_relation_size(c.oid), greatest(c.reltuples, 0)::bigint, s.n_dead
 FROM pg_class c LEFT JOIN pg_stat_all_tables s ON s.relid = c.oid
 WHERE c.oid = to_regclass(%s)
 """
-# What the last ANALYZE has seen, which need not be the highest of all.
+# The highest value that the last ANALYZE has seen, which need not be the highest of all.
 _HIGHEST = """
 SELECT greatest(
     (SELECT max(v) FROM unnest(histogram_bounds::text::bigint[]) v),
@@ -46,13 +46,13 @@ WHERE table_schema = %s AND table_name = %s
 
 
 def count_rows(store: FenceTable, *, locks: bool) -> Counts:
-    """Count what a backend has in its tables; `locks`: those are rows too. Nothing is locked."""
+    """Count the rows of a backend, without locking any; `locks`: its locks are rows as well."""
     counts = store._ask_within(lambda on: _count(store, on, locks=locks), long=True)
     return replace(counts, sizes=store._ask_within(lambda on: _sizes(on, store), long=True))
 
 
 def count_states(store: FenceTable, soon: float) -> tuple[States, Strain]:
-    """Count what is held by its state, or estimate it, and say where it is tight."""
+    """Count or estimate held keys by state, and the strain on the store."""
     return store._ask_within(lambda on: _states(store, on, soon), long=True)
 
 
@@ -80,7 +80,7 @@ def _states(store: FenceTable, using: str, soon: float) -> tuple[States, Strain]
 
 
 def _late(now: datetime) -> models.Aggregate:
-    """Return the most of a ttl that has gone since a renewal: see `counts.overdue`."""
+    """Return the largest part of a ttl that has passed since a renewal: see `counts.overdue`."""
     gone = models.Value(to_microseconds(now)) - F("renewed_at")
     part = models.ExpressionWrapper(gone / (F("ttl") * 1e6), models.FloatField())
     renewed = Q(renewed_at__gt=F("acquired_at"), ttl__gt=0, free_at__gt=F("expires_at"))
@@ -88,15 +88,15 @@ def _late(now: datetime) -> models.Aggregate:
 
 
 def _conditions(now: datetime, soon: float) -> dict[str, Q]:
-    """Return what the rows of each state have in common: see `inspection.State`."""
+    """Return the condition of each state: see `inspection.State`."""
     endless = Q(free_at__isnull=True)
-    # Behind its run, a key is free when its lease ends.
+    # A settled key is free when its lease ends.
     running = Q(expires_at__gt=now, free_at__gt=F("expires_at"))
     asked = Q(stop_requested_at__isnull=False)
     return {
         "held": endless | Q(free_at__gt=now),
         "ending_soon": running & Q(expires_at__lte=now + timedelta(seconds=soon)),
-        # Also behind the grace, for as long as nobody takes the key or removes the record.
+        # Also after the grace, until the key is acquired or the record removed.
         "past_expiry": Q(expires_at__lte=now, free_at__gt=F("expires_at")),
         "settled": Q(expires_at__gt=now, free_at=F("expires_at")),
         "no_expiry": endless & ~asked,
@@ -119,19 +119,19 @@ def _count(store: FenceTable, using: str, *, locks: bool) -> Counts:
 
 
 def _number(rows: models.QuerySet[Any], among: models.QuerySet[Any] | None = None) -> Count:
-    """Count rows, or estimate them where very many have to be looked at: `among`, or these."""
+    """Count rows, or estimate them if the query has to read very many: `among`, or the rows."""
     if _is_many(rows if among is None else among):
         return Count(_expected(rows), is_exact=False)
     return Count(rows.count())
 
 
 def _is_many(rows: models.QuerySet[Any]) -> bool:
-    """Whether PostgreSQL expects more rows than are counted."""
+    """Whether PostgreSQL expects more rows than `COUNTED`."""
     return connections[rows.db].vendor == "postgresql" and _expected(rows) > COUNTED
 
 
 def _expected(rows: models.QuerySet[Any]) -> int:
-    """Return how many rows PostgreSQL expects, by the size of the table and its statistics."""
+    """Return the number of rows that PostgreSQL's planner expects."""
     plan = json.loads(rows.order_by().explain(format="json"))
     return int(plan[0]["Plan"]["Plan Rows"])
 

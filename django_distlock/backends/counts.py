@@ -1,4 +1,4 @@
-"""How much a store keeps of locks, as values."""
+"""Values that say how much a store keeps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..core.records import Record
 if TYPE_CHECKING:
     from .base import BaseLockBackend
 
-#: Keys that are named, of those that most wait for.
+#: How many of the keys with the most waiters are named.
 MOST: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A number, and whether it is just that, or about that."""
+    """A number, and whether it is exact or estimated."""
 
     number: int
     is_exact: bool = True
@@ -28,16 +28,16 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """How much a backend keeps; None: its store cannot tell, or has nothing of the kind.
+    """How much a backend keeps; None: unknown, or not applicable.
 
-    The numbers are of this backend alone.
+    The numbers are those of this backend alone, if not said otherwise.
 
     Attributes:
-        held: Leases that are held now, of a shared key each.
-        expired: Records of leases that are over, which nobody has removed yet.
-        waiters: Who waits, and is noted.
-        sizes: Of the tables that it shares with others of its database.
-        memory: Bytes that its servers use for all that they keep.
+        held: Leases that are held now; each holder of a shared key counts.
+        expired: Records of expired leases that nobody has removed yet.
+        waiters: Waiters that are noted.
+        sizes: The tables, which other backends on the database share.
+        memory: Bytes that its servers use, for all of their data.
     """
 
     held: Count | None = None
@@ -64,14 +64,14 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class Strain:
-    """Where it is tight; see `inspection.Summary`."""
+    """Signs of overload; see `inspection.Summary`."""
 
     overdue: float | None = None
     most_waited: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, overdue: Iterable[float | None], waited: Iterable[tuple[str, int]]) -> Strain:
-        """Return what of all this is the worst."""
+        """Return the worst of these values."""
         known = [each for each in overdue if each is not None and math.isfinite(each)]
         waited = sorted((each for each in waited if each[1]), key=lambda each: (-each[1], each[0]))
         return cls(max(known, default=None), tuple(waited[:MOST]))
@@ -79,14 +79,14 @@ class Strain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSize:
-    """A table, as its database tells of it; None: it does not.
+    """Statistics of a table; None: unknown to the database.
 
     Attributes:
-        bytes: With indexes.
-        rows: About how many, of all backends that share the table.
-        dead: About how many dead tuples wait for a vacuum.
+        bytes: The size with indexes.
+        rows: An estimate for all backends that share the table.
+        dead: An estimate of the dead tuples that wait for a vacuum.
         vacuumed_at: When the last vacuum was.
-        made: How many rows were made since the database has counted that.
+        made: How many rows were inserted since `Sizes.made_since`.
     """
 
     name: str
@@ -99,11 +99,11 @@ class TableSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the tables of locks take.
+    """The sizes of the tables of locks.
 
     Attributes:
-        bytes: Of all of the database, where it cannot tell by table.
-        made_since: Since when PostgreSQL has counted what was made; None: since it was set up.
+        bytes: The size of the whole database, if that of tables is unknown.
+        made_since: When PostgreSQL began to count inserted rows; None: when it was set up.
     """
 
     database: str
@@ -113,7 +113,7 @@ class Sizes:
 
 
 def counted(counts: object, kind: type[Counts | States]) -> dict[str, Any]:
-    """Return the numbers of counts for JSON; `estimated` names those that are about so."""
+    """Return the numbers for JSON; `estimated` lists those that are estimates."""
     names = [name for name in kind.__dataclass_fields__ if name not in ("sizes", "memory")]
     found: dict[str, Count | None] = {name: getattr(counts, name) for name in names}
     numbers = {name: None if each is None else each.number for name, each in found.items()}
@@ -122,7 +122,7 @@ def counted(counts: object, kind: type[Counts | States]) -> dict[str, Any]:
 
 
 def every_record(store: BaseLockBackend, **filters: str) -> Iterator[Record]:
-    """Yield what is held, page by page; the filters are those of `BaseLockBackend.list`."""
+    """Yield all held locks, page by page; the filters are those of `BaseLockBackend.list`."""
     cursor = None
     while True:
         page = store.list(cursor=cursor, limit=1000, **filters)
@@ -132,31 +132,31 @@ def every_record(store: BaseLockBackend, **filters: str) -> Iterator[Record]:
 
 
 def listed_states(store: BaseLockBackend, soon: float) -> tuple[States, Strain]:
-    """Count page by page: of stores that cannot count."""
+    """Count page by page, for stores that cannot count."""
     found: Counter[str] = Counter()
     late: list[float | None] = []
     now = store.clock()
     for record in every_record(store):
         found.update(tally(record, now, soon))
         late.append(overdue(record, now))
-    # Those that are free again are in no listing.
+    # Listings do not contain keys that are free again.
     found["past_expiry"] = max(found["past_expiry"], len(store.expired(limit=10_000)))
     if not store.supports_ttl:
-        found["no_expiry"] = 0  # They end with their sessions.
+        found["no_expiry"] = 0  # Session locks end with their sessions.
     counts = {name: Count(found[name]) for name in States.__dataclass_fields__ if name != "waiting"}
     return States(waiting=None, **counts), Strain.of(late, ())
 
 
 def overdue(record: Record, now: datetime) -> float | None:
-    """Return which part of its ttl has gone since a lease was renewed, of one that has been."""
-    # Of a ttl of 0, or one that is no number, somebody else is the author.
+    """Return the part of the ttl that has passed since the last renewal; None: not renewed yet."""
+    # Only another program writes a ttl of 0, or one that is not a number.
     if not record.ttl or record.renewed_at == record.acquired_at or record.is_settled:
         return None
     return max(0.0, (now - record.renewed_at).total_seconds()) / record.ttl
 
 
 def tally(record: Record, now: datetime, soon: float) -> Iterator[str]:
-    """Yield in which of the counted states a live record is. As `counting` asks a database."""
+    """Yield the states of a live record that are counted. `counting` has the same rules in SQL."""
     yield "held"
     if record.expires_at is None:
         yield "no_expiry" if record.stop_requested_at is None else "stop_requested"

@@ -45,16 +45,17 @@ from .transactions import TransactionLocks
 
 
 class DatabaseBackend(TransactionLocks, BaseLockBackend):
-    """Keep locks in a table, and fences in another.
+    """Keeps locks in one table, and fences in another.
 
     Args:
         using: The alias of the database; None: `default`, which no router may contradict.
-        server_functions: On PostgreSQL, call the functions that the migration installs, on MariaDB
-            run a block of SQL for each call, and on SQLite a few statements; False runs the same
-            transactions as ORM code, as on MySQL, also where functions may not be created.
-        cleanup_on_read: Remove the expired record that a read comes across.
-        listen_using: On PostgreSQL, the alias that wake-ups are heard on, where `using` goes
-            through a connection pooler; None: `using`.
+        server_functions: Use the quick way of the database: on PostgreSQL the functions that the
+            migration installs, on MariaDB a block of SQL per operation, on SQLite a few statements.
+            False: run the same transactions as ORM code, as on MySQL, also where functions may not
+            be created.
+        cleanup_on_read: Remove an expired record when it is read.
+        listen_using: On PostgreSQL, the alias to listen for wake-ups on, if `using` goes through a
+            connection pooler; None: `using`.
     """
 
     distributed: ClassVar[bool] = True
@@ -79,9 +80,9 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
                     f"DISTLOCK[{self.alias!r}]: {name} must be True or False, not {value!r}."
                 )
         vendor = self._use_database(using)
-        # Whether what is done all the time is one statement, which commits by itself.
+        # Whether each frequent operation is one statement that commits by itself.
         self._single = server_functions and vendor == "postgresql"
-        #: The storage key that the last cleanup came to.
+        #: The storage key where the last cleanup stopped.
         self._cleaned_to: str | None = None
         self.time_authority = VENDORS[vendor].time_authority
         self.cleanup_on_read = cleanup_on_read
@@ -89,7 +90,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         self._waiting: WaiterManager = Waiter.objects.db_manager(self.using)
         self._locks: HeldLockManager = HeldLock.objects.db_manager(self.using)
         self._locks.follows_clock = config.fence_floor == "clock"
-        # On PostgreSQL there is no other way to it than the function.
+        # On PostgreSQL, only the function can do it.
         self.supports_transactions = self._single or vendor != "postgresql"
         self._hot: HeldLockManager | ServerFunctions = self._locks
         self.acquires_together = self._single
@@ -102,7 +103,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         elif server_functions and vendor == "mysql":
             self._hot = CompoundLockManager.of(self._locks)
         renamed: Callable[[str], HeldLockManager | ServerFunctions] = self._hot.db_manager
-        #: By the alias of a connection, of which there are only so many.
+        #: The manager or the functions, by the alias of the connection.
         self._hot_on = cache(renamed)
 
     @property
@@ -112,7 +113,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
 
     @property
     def is_listening(self) -> bool:
-        """See `BaseLockBackend`. Not inside of a `TestCase`: nothing is sent before its commit."""
+        """See `BaseLockBackend`. False in a `TestCase`, whose transaction sends nothing."""
         return super().is_listening and not self._in_test_case()
 
     def listen(self, bound: float = 0.0) -> bool:
@@ -194,7 +195,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
     ) -> Record | None:
         record = self._ask(lambda on: read(self._locks_on(on)), writes=False)
         if record is None and self.cleanup_on_read:
-            # Housekeeping: whatever becomes of it, the answer is known.
+            # The answer is known already, even if the cleanup fails.
             with suppress(LockError):
                 self._ask(lambda on: self._locks_on(on).remove_expired(**lookup), busy=lambda: 0)
         return record
@@ -247,7 +248,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         if cleaned is None:
             return 0
         gone, self._cleaned_to = cleaned
-        # Waiters are for people to see: whatever becomes of them, the answer is known.
+        # The answer is known already, and waiters are only shown to people.
         with suppress(LockError):
             self._ask(lambda on: self._waiters_on(on).cleanup(limit), busy=lambda: None, long=True)
         return gone + (self._remove_notes(before, limit - gone) if gone < limit else 0)
@@ -262,7 +263,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         self, name: str, holder: Holder, seconds: float, note: str | None
     ) -> str | None:
         earlier = None if note is None else int(note)
-        # Not its name, which is a secret.
+        # Not the name of the channel, which is a secret.
         channel = "LISTEN" if self.is_listening else ""
 
         def note_it(on: str) -> int | None:
@@ -272,7 +273,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         return None if noted is None else str(noted)
 
     def _drop_waiter(self, name: str, note: str) -> None:
-        # Left in somebody's way, it ends by itself.
+        # If its row is locked, the note expires.
         self._ask(lambda on: self._waiters_on(on).drop(name, int(note)), busy=lambda: None)
 
     def _waiters(self, name: str) -> Sequence[Waiting]:
@@ -286,7 +287,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
 
     @property
     def can_renew(self) -> bool:  # type: ignore[override]
-        """Not inside of a `TestCase`: no other connection sees what it has not committed."""
+        """False in a `TestCase`, because no other connection sees its uncommitted rows."""
         return not self._in_test_case()
 
     def _in_test_case(self) -> bool:
@@ -302,7 +303,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
                         " Only PostgreSQL has wake-ups."
                     )
         driver = connections[self.using].Database  # type: ignore[attr-defined]
-        # psycopg2 hears, too, but only while it is asked something.
+        # psycopg2 receives notifications only during queries.
         if vendor != "postgresql" or driver.__name__ != "psycopg":
             return None
         from .postgresql import NotifyLine

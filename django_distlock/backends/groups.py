@@ -1,4 +1,4 @@
-"""What a backend may do beside its locks: guards, transactions, records, waiters and notes."""
+"""Optional features of a backend in groups: guards, transactions, records, waiters, notes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Group:
-    """What a backend does with one kind of thing."""
+    """The operations of a backend on one kind of object."""
 
     def __init__(self, backend: BaseLockBackend):
         self._backend = backend
@@ -29,19 +29,19 @@ class _Group:
 
 
 class _InTransactions(_Group):
-    """What lasts until a transaction of the caller's ends."""
+    """Operations that last until the caller's transaction ends."""
 
     _capability: ClassVar[str]
     _otherwise: ClassVar[str]
 
     def alias(self, using: str | None = None) -> str:
-        """Return the alias whose transactions are meant.
+        """Return the alias of the caller's transaction.
 
         Args:
             using: Another alias of the same database; None: that of the locks.
 
         Raises:
-            LockUsageError: It is an alias of another database, or the store cannot do this.
+            LockUsageError: It is an alias of another database, or the store does not support this.
         """
         self._backend._require(self._capability, self._otherwise)
         return self._backend._alias_in_database(using)
@@ -63,12 +63,11 @@ class Guards(_InTransactions):
             using: See `alias`.
 
         Returns:
-            Whether the fence is still that of the grant, which is not over; if not, nothing is held
-            off.
+            Whether the grant is not over, and the key has its fence; if not, nothing is locked.
 
         Raises:
-            LockUsageError: No transaction is open there, or one that may only read.
-            BackendUnavailable: Somebody was in the way for longer than the bound.
+            LockUsageError: No transaction is open there, or a read-only one.
+            BackendUnavailable: Another transaction was in the way for longer than the bound.
         """
         using = self.alias(using)
         if grant.shared:
@@ -84,12 +83,10 @@ class Guards(_InTransactions):
         return self._backend._guard(name, grant, using, bound=seconds)
 
     def sessions(self, key: str) -> tuple[Session, ...] | None:
-        """Return the sessions whose open transactions keep a key from being granted anew.
-
-        A look, for people: one may end, and another begin, a moment later.
+        """Return the sessions whose open transactions guard a key, to be shown to people.
 
         Returns:
-            The sessions, the longest one first; None: the store cannot tell.
+            The sessions, the longest one first; None: unknown to the store.
         """
         name = self._name(key)
         return self._backend._guards_of(name) if self._backend.supports_guard else ()
@@ -118,32 +115,30 @@ class Transactions(_InTransactions):
         return replace(found, answer=answer)
 
     def kept(self, limit: int = 1000) -> Sequence[KeptKey] | None:
-        """Return what transactions have locked, or wait for, the longest one first.
-
-        A look, for people: one may end, and another begin, a moment later.
+        """Return the keys that transactions have locked or wait for, to be shown to people.
 
         Args:
             limit: How many at most.
 
         Returns:
-            The keys; None: the store cannot tell.
+            The keys, the longest one first; None: unknown to the store.
         """
         return self._backend._kept_by_transactions(limit)
 
 
 class Records(_Group):
-    """Many keys at once. Without a hook of its own, a backend is asked for each."""
+    """Operations on several keys. A backend without a hook of its own is asked for each key."""
 
     def of(self, keys: Sequence[str]) -> Sequence[Record | None]:
         """Return the record of each key, in their order, in one query; None: it is free.
 
-        Of several that share a key, that which is free last.
+        If several share a key, this is the one that ends last.
         """
         names = [self._name(key) for key in keys]
         return self._backend._read_many(names) if names else []
 
     def sharing(self, key: str) -> Sequence[Record]:
-        """Return the records of all who share a key now; () where one holds it alone, or nobody."""
+        """Return the records of all that share a key now; () if it is free or held exclusively."""
         return self._backend._sharing(self._name(key))
 
     def acquire(
@@ -157,9 +152,8 @@ class Records(_Group):
     ) -> Sequence[Grant] | InTheWay:
         """Grant several keys at once, each to a token of its own, or none of them.
 
-        Where one is contended, no key is taken. With `acquires_together` it is one round trip, and
-        a refusal writes nothing and uses no fence. Without, the keys are acquired one by one, and
-        released if one is contended.
+        With `acquires_together` this is one round trip, and a refusal writes nothing and uses no
+        fence. Without, the keys are acquired one by one, and released if one is contended.
 
         Args:
             tokens: A token for each key.
@@ -183,7 +177,7 @@ class Records(_Group):
                 raise InvalidArgument(f"Two keys have the same {what} here: each needs its own.")
         if not attempts:
             return []
-        # One order for all callers, so that none of them waits for another in a circle.
+        # All callers use the same order, so that they never deadlock.
         found = store._acquire_many(sorted(attempts, key=lambda each: each.name))
         if isinstance(found, InTheWay):
             name = store._name(stored_key(found.key))
@@ -193,47 +187,47 @@ class Records(_Group):
 
 
 class Waiters(_Group):
-    """Who waits for a key, for people to see. Without hooks of its own, a backend shows nobody."""
+    """The waiters of a key, to be shown to people. A backend without hooks for it shows none."""
 
     def note(self, key: str, holder: Holder, seconds: float, note: str | None = None) -> str | None:
-        """Let people see who waits for a key, for `seconds` at most.
+        """Note a waiter of a key, for `seconds` at most.
 
         Args:
-            note: What an earlier call returned, to let it be seen for longer.
+            note: The result of an earlier call, to renew that note.
 
         Returns:
-            What `drop` takes; None: the store shows no waiters.
+            The argument for `drop`; None: the store notes no waiters.
         """
         return self._backend._note_waiter(self._name(key), holder, seconds, note)
 
     def drop(self, key: str, note: str) -> None:
-        """Forget who waited."""
+        """Remove the note of a waiter."""
         self._backend._drop_waiter(self._name(key), note)
 
     def of(self, key: str) -> Sequence[Waiting]:
-        """Return who waits for a key, the first to come first."""
+        """Return the waiters of a key, the first to come first."""
         return self._backend._waiters(self._name(key))
 
     def count(self, keys: Sequence[str]) -> Sequence[Waits]:
-        """Return how many wait for each of these keys, in their order, in one round trip."""
+        """Return how many wait for each key, in their order, in one round trip."""
         return self._backend._count_waiters([self._name(key) for key in keys])
 
 
 class Notes(_Group):
-    """Fences that are kept under a name beside the locks, for a time: that something is done.
+    """Fences stored under a name for some time, to remember that something was done.
 
-    No key reaches one, no listing shows it, and nothing of it stays.
+    They are not locks: no key collides with one, and no listing shows them.
     """
 
     def put(self, name: str, fence: int, seconds: Duration) -> None:
-        """Note a fence, in the place of what was noted. Where a store keeps none, nothing happens.
+        """Store a fence under a name, replacing an earlier one. A store without notes ignores it.
 
         Args:
-            name: Text that a key could be.
+            name: A text that follows the rules of keys.
         """
         name = stored_key(name)
         self._backend._note(name, validate_fence(fence), durations.seconds(seconds, "seconds"))
 
     def get(self, name: str) -> int | None:
-        """Return the fence that was noted under a name; None: none was, or its time is over."""
+        """Return the fence stored under a name; None: there is none, or its time is over."""
         return self._backend._noted(stored_key(name))

@@ -1,6 +1,6 @@
-"""Which sessions of PostgreSQL keep a key from being granted: by its fence, or by its number.
+"""Find the PostgreSQL sessions that keep a key from being granted: by its fence, or by its number.
 
-Tables are named by their callers, quoted and with their schema, and keys by their storage keys.
+Callers give table names quoted and with their schema, and keys as storage keys.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from ..core.records import KeptKey
 from ..database.connections import rows_of
 from ..database.sql import HELD_LOCKS, LOCK_NUMBER, mark, number
 
-#: Fence counters at most whose keys are told by name.
+#: With more fence counters than this, locked keys are shown by number only.
 MOST_NAMES = 10_000
 
 _LOCKERS = 'SELECT xmax::text FROM "%s" WHERE storage_key = %%s AND xmax <> 0'
 
-#: Where several lock a row, its mark is the number of a list.
+#: If several transactions lock a row, its xmax is the id of a list of them.
 _MEMBERS = "SELECT xid::text FROM pg_get_multixact_members(%s::xid)"
 
-# A number may be that of a list and of a transaction that has nothing to do with it: whoever has
-# the row locked has the table locked for that.
+# The same id may be that of an unrelated transaction. Only sessions with a lock on the table count.
 _SESSIONS = """
 SELECT DISTINCT a.pid, a.application_name, a.usename, host(a.client_addr), a.xact_start
 FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
@@ -40,7 +39,7 @@ WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock' AND l.granted
 ORDER BY a.xact_start, a.pid
 """
 
-# An acquire that is under way has the number of its key as well, but not the mark.
+# An acquire in progress has locked the number of its key as well, but not the mark.
 _KEEPERS = f"""
 WITH numbers AS MATERIALIZED (
     SELECT {number("turn", "%s")} AS turn, {mark()} AS mark FROM {{salt}} s
@@ -54,7 +53,7 @@ ORDER BY a.xact_start, a.pid
 """  # noqa: S608 - of expressions of our own
 
 
-# Names are known of keys that were granted once, of so many at most: a hash is made of each.
+# Finding the name of a number takes a hash of every key that was ever granted, so it is limited.
 _KEPT_KEYS = f"""
 WITH secret AS MATERIALIZED (
     SELECT {mark()} AS mark FROM {{salt}} s
@@ -85,7 +84,7 @@ ORDER BY a.xact_start, a.pid, 1, 2 LIMIT %s
 def postgresql_kept_keys(
     using: str, tables: Mapping[str, str], namespace: str, limit: int
 ) -> tuple[KeptKey, ...]:
-    """Return what transactions have locked, or wait for, the longest one first."""
+    """Return the keys that transactions have locked or wait for, the longest one first."""
     escaped = {what: name.replace("%", "%%") for what, name in tables.items()}
     rows = rows_of(using, _KEPT_KEYS.format(**escaped), namespace, limit)
     return tuple(
@@ -101,9 +100,9 @@ def postgresql_keepers(using: str, salt: str, name: str) -> tuple[Session, ...]:
 
 
 def postgresql_guards(using: str, fences: str, name: str) -> tuple[Session, ...]:
-    """Return the sessions that have the fence counter of a key locked, the longest one first.
+    """Return the sessions that have locked the fence counter of a key, the longest one first.
 
-    Nobody is waited for, and nothing is locked.
+    This neither locks nor waits for anything.
     """
     lockers = [xmax for (xmax,) in rows_of(using, _LOCKERS % table("fences"), name)]
     for each in [*lockers]:

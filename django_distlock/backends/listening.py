@@ -1,4 +1,4 @@
-"""How a process hears that keys became free: on one connection, while somebody waits."""
+"""Listen for wake-ups, on one connection of the process, while it has waiters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .queues import Queues
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds that the connection stays open when nobody waits any more.
+#: Seconds that the connection stays open without waiters.
 IDLE_SECONDS = 30.0
-#: Seconds between two looks whether somebody still waits, and at the connection.
+#: Seconds between two checks of the waiters and the connection.
 LOOK_SECONDS = 15.0
-#: Seconds between two attempts to connect: the first pause, and the longest.
+#: Seconds between two attempts to connect: the first pause, and the longest one.
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
 
 _every: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -32,32 +32,32 @@ class Line(Protocol):
     """A connection that has subscribed to the wake-ups of a backend."""
 
     def hear(self, seconds: float) -> Iterable[str]:
-        """Return what was called out, as soon as there is something: see `Queues.call_by`.
+        """Return wake-ups as soon as there are any: see `Queues.call_by`.
 
-        Where nothing comes for so many seconds, ask the server whether it is still there.
+        If none comes for so many seconds, check that the server still answers.
 
         Raises:
             Exception: The connection is broken, or the server does not answer.
         """
 
     def close(self) -> None:
-        """Close the connection, from any thread. What goes wrong by that is nobody's business.
+        """Close the connection, from any thread. Errors are ignored.
 
-        From another thread than the one that hears, it is enough that `hear` ends at once: the
-        thread that hears closes it as well, last.
+        In another thread than that of `hear`, it is enough to make `hear` return at once: its
+        thread closes the connection as well.
         """
 
 
 class NoWakeUps(Exception):
-    """Wake-ups cannot be heard, and trying again would not help: the message says why."""
+    """Wake-ups are not possible, and further attempts would not help: the message says why."""
 
 
 class _Watch:
-    """What one thread does that listens."""
+    """The state of one listening thread."""
 
     def __init__(self) -> None:
         self.closing = Bell()
-        # Set when it is known whether wake-ups come: subscribed, or failed to.
+        # Rung when the first attempt to subscribe has succeeded or failed.
         self.decided = Bell()
         self.live = False
         self.line: Line | None = None
@@ -65,10 +65,10 @@ class _Watch:
 
 
 class Listener:
-    """Listens in a thread of its own, while somebody waits.
+    """Listens in a thread of its own, while there are waiters.
 
     Args:
-        subscribe: Opens a line; returns when the server has the subscription.
+        subscribe: Opens a line, and returns once the server has the subscription.
     """
 
     def __init__(self, name: str, subscribe: Callable[[], Line], queues: Queues):
@@ -81,7 +81,7 @@ class Listener:
         _every.add(self)
 
     def forget(self) -> None:
-        """Start anew. In a forked child: the thread and the connection are its parent's."""
+        """Reset in a forked child, because the thread and the connection are the parent's."""
         self._process = os.getpid()
         self._mutex = threading.Lock()
         if self._watch is not None:
@@ -90,14 +90,14 @@ class Listener:
 
     @property
     def is_live(self) -> bool:
-        """Whether wake-ups come right now."""
+        """Whether it is subscribed right now."""
         watch = self._watch
         return watch is not None and watch.live and self._process == os.getpid()
 
     def ensure(self, bound: float) -> bool:
-        """Start to listen, and return whether wake-ups come, for which it waits `bound` seconds."""
+        """Start to listen; return whether it is subscribed within `bound` seconds."""
         if self._process != os.getpid():
-            # Not every server tells Python that it forks.
+            # Some programs fork without telling Python.
             self.forget()
         with self._mutex:
             watch = self._watch
@@ -117,7 +117,7 @@ class Listener:
         if watch is None:
             return
         watch.closing.ring()
-        # Behind the line above, whoever opens one closes it.
+        # From here on, a thread that opens a line closes it itself.
         if watch.line is not None:
             watch.line.close()
         if watch.thread is not None and watch.thread is not threading.current_thread():
@@ -128,20 +128,20 @@ class Listener:
         watch.thread = threading.Thread(
             target=self._run, args=(watch,), name=self._name, daemon=True
         )
-        # Kept before it starts: a signal's handler may raise behind that.
+        # Stored before it starts, because a signal's handler may raise after that.
         self._watch = watch
         try:
             start_thread(watch.thread)
         except RuntimeError:
             self._watch = None
-            return None  # The interpreter ends, or there are too many threads.
+            return None  # The interpreter is exiting, or there are too many threads.
         return watch
 
     def _run(self, watch: _Watch) -> None:
         pause = FIRST_PAUSE
         with self._mutex:
             if self._watch is not watch:
-                return  # Another one was started in its place, or it was closed.
+                return  # Another thread has replaced this one, or it was closed.
         try:
             while not watch.closing.is_rung:
                 began = time.monotonic()
@@ -150,7 +150,7 @@ class Listener:
                 except NoWakeUps as error:
                     self._tell(error)
                     watch.decided.ring()
-                    # Not asked again before somebody waits after a while.
+                    # The next attempt comes with the first waiter after a while.
                     watch.closing.wait(IDLE_SECONDS)
                     return
                 except Exception as error:  # noqa: BLE001 - a driver may raise anything
@@ -172,7 +172,7 @@ class Listener:
             watch.decided.ring()
 
     def _listen(self, watch: _Watch, line: Line) -> bool:
-        """Pass on what is heard; return whether that was all: nobody waits any more."""
+        """Pass wake-ups on; return True if the thread is to end, because nobody waits any more."""
         watch.line = line
         idle_since = time.monotonic()
         try:
@@ -185,7 +185,7 @@ class Listener:
                     "%s receives wake-ups again", self._name, extra=log_fields("wakeups_heard")
                 )
                 self._told = False
-            # Whatever was called out before the subscription went unheard.
+            # Wake-ups before the subscription were missed.
             self._queues.ring_all()
             while not watch.closing.is_rung:
                 for call in line.hear(LOOK_SECONDS):
@@ -204,11 +204,11 @@ class Listener:
             watch.live = False
             watch.line = None
             line.close()
-            # Who relied on wake-ups has to go back to asking.
+            # Waiters that relied on wake-ups have to poll now.
             self._queues.ring_all()
 
     def _ends(self, watch: _Watch) -> bool:
-        """Whether nobody waits: whoever comes next begins anew, and does not rely on this one."""
+        """Whether nobody waits; if so, the next waiter starts a new thread."""
         with self._mutex:
             if self._queues:
                 return False
@@ -233,5 +233,5 @@ def _close_every() -> None:
         listener.close_all()
 
 
-# Servers note connections that end without a word.
+# Servers log connections that end without being closed.
 atexit.register(_close_every)

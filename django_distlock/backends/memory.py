@@ -1,7 +1,7 @@
-"""Locks of one process, and the reference: the contract in a dictionary.
+"""Locks in the memory of one process, as a reference: the contract in a dictionary.
 
-Threads and coroutines of one process exclude each other; other processes see nothing. For tests
-and for the development server.
+Threads and coroutines of one process exclude each other; other processes see nothing. This is for
+tests and the development server.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .shelf import Shelf
 
 
 class MemoryBackend(BaseLockBackend):
-    """Keep locks in this process's memory.
+    """Keeps locks in the memory of this process.
 
-    A mutex makes each operation atomic, so none is unknown, and none busy but by a guard.
+    A mutex makes each operation atomic, so no answer is `UNKNOWN`.
 
     Args:
-        clock: Returns seconds that never go back; also what its leases are counted by.
+        clock: Returns seconds that never go back. Its leases count by it as well.
     """
 
     supports_wakeups: ClassVar[bool] = True
@@ -56,13 +56,13 @@ class MemoryBackend(BaseLockBackend):
     ):
         super().__init__(config, **unknown)
         self.monotonic = clock
-        # The calendar is read once: afterwards only the clock that never goes back counts.
+        # The wall clock is read once; after that only the monotonic clock counts.
         self._epoch = datetime.now(UTC) - timedelta(seconds=clock())
-        # Never shrinks: a fence must outlive every lock of its key.
+        # Never shrinks, because a fence must outlive every lock on its key.
         self._fences: dict[str, int] = {}
-        #: Until when, and who wanted it so.
+        #: For paused keys: until when, and by whom.
         self._pauses: dict[str, tuple[datetime, str | None]] = {}
-        #: The fences, and until when.
+        #: The fence of each note, and until when it is kept.
         self._notes: dict[str, tuple[int, datetime]] = {}
         self._begin()
 
@@ -79,7 +79,7 @@ class MemoryBackend(BaseLockBackend):
             fence = self._next_fence(name, key, now)
             over = self._shelf.over(attempt, now)
             for each in over.values():
-                # Their mark goes with them, and they have to mark what comes.
+                # The mark goes with the record, so its waiter has to mark the next one.
                 self._wake(each, name)
             self._shelf.replace(over, attempt.place, attempt.record(fence, now, over.values()))
             return attempt.grant(fence, now, lease_ends(now, attempt.ttl)[0])
@@ -116,7 +116,7 @@ class MemoryBackend(BaseLockBackend):
             return True
 
     def _alias_in_database(self, using: str | None) -> str:
-        # It has no database, and the transactions of none are its own.
+        # There is no database, so any alias will do.
         return DEFAULT_DB_ALIAS if using is None else using
 
     def _guard(self, name: str, grant: Grant, using: str, *, bound: float) -> bool:
@@ -255,23 +255,22 @@ class MemoryBackend(BaseLockBackend):
 
     @property
     def is_listening(self) -> bool:
-        """Always: whoever frees a key is in this process."""
+        """Always True, because every release happens in this process."""
         return True
 
     def _begin_in_child(self) -> None:
         super()._begin_in_child()
-        # A thread of the parent may have had the mutex, and is not here to give it back.
+        # A thread of the parent may have held the mutex, and does not exist here.
         self._begin()
 
     def _begin(self) -> None:
-        """Hold nothing. In a forked child too: its parent's locks are held by its parent."""
+        """Start empty. Also called in a forked child, because the locks are the parent's."""
         self._mutex = threading.RLock()
         self._shelf = Shelf()
         self._guards: dict[str, list[OpenTransaction]] = {}
 
-    # What the operations are made of; the mutex is held. Each step may be the last one, should a
-    # signal's exception come: whoever is woken is so before the change, and finds it behind the
-    # mutex.
+    # Parts of the operations, called with the mutex held. A signal's exception may end them after
+    # any step, so waiters are woken before a change: they wait for the mutex, and see it then.
 
     def _now(self) -> datetime:
         return self._epoch + timedelta(0, self.monotonic())
@@ -287,7 +286,7 @@ class MemoryBackend(BaseLockBackend):
         return bool(guards)
 
     def _in_the_way(self, attempt: Attempt, now: datetime) -> Contended | None:
-        """Return why the key cannot be had, and mark who has it; see `HeldLockManager.share`."""
+        """Return why the key is not available, and mark its holders: `HeldLockManager.share`."""
         holders = self._shelf.holders(attempt.name, now)
         closed_until = self._shelf.doors.get(attempt.name)
         paused_until, _by = self._pauses.get(attempt.name, (None, None))

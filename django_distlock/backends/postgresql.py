@@ -1,4 +1,4 @@
-"""How PostgreSQL calls keys out: a connection that listens, and is asked nothing else."""
+"""Wake-ups on PostgreSQL: a connection that only listens."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ..database.vendors.postgresql import no_secret
 from .listening import NoWakeUps
 from .queues import Queues
 
-#: Seconds to wait for an answer that the server does not put off: then it is not there.
+#: Seconds to wait for an answer to a statement that waits for nothing in the server.
 ANSWER_SECONDS = 5.0
 
-#: What the session is called, where the project does not name its sessions.
+#: The application name of the session, unless the project sets one.
 _SHOWN = "distlock wake-ups"
 
 
 class NotifyLine:
-    """A session that has said LISTEN, on a connection of its own outside of every pool.
+    """A session that listens, on a connection of its own outside any pool.
 
     Args:
-        using: The alias of the database. It has to lead to a server that is written to.
-        salt: Gives the table of the secret, quoted and with its schema.
+        using: The alias of the database, on a primary server.
+        salt: Returns the table of the secret, quoted and with its schema.
         backend: The alias of the lock backend, for messages.
-        queues: Whoever waits. They are told what their keys are called out as.
+        queues: The waiters, which are given the names that wake-ups use for their keys.
 
     Raises:
         NoWakeUps: A pooler stands in between, or the server is a standby.
@@ -46,7 +46,7 @@ class NotifyLine:
         self._owner = threading.get_ident()
         self._raw = _opened(using)
         self._pgconn = self._raw.pgconn
-        # A descriptor of its own: the connection may be closed while another thread looks for it.
+        # A duplicate, because the connection may be closed while another thread waits for it.
         self._wire = socket.fromfd(self._pgconn.socket, socket.AF_INET, socket.SOCK_STREAM)
         try:
             heard_as = self._subscribe(salt(), f"DISTLOCK[{backend!r}]: {using!r}")
@@ -76,9 +76,9 @@ class NotifyLine:
                 self._wire.shutdown(socket.SHUT_RDWR)
 
     def _subscribe(self, salt: str, where: str) -> str:
-        """Listen; return what names are hashed with."""
+        """Listen; return the secret that names are hashed with."""
         remedy = "Set OPTIONS['listen_using'] to an alias that connects to the primary directly."
-        # Before anything else reaches a session that others use.
+        # First, because behind a pooler the session may be that of others.
         row = self._raw.execute("SELECT pg_backend_pid(), pg_is_in_recovery()").fetchone()
         if row is None or row[0] != self._raw.info.backend_pid:
             raise NoWakeUps(
@@ -86,7 +86,7 @@ class NotifyLine:
             )
         if row[1]:
             raise NoWakeUps(f"{where} is a standby, which has no wake-ups. {remedy}")
-        # It idles for as long as nothing is called out.
+        # The session is idle for as long as no wake-up comes.
         stays = "pg_catalog.set_config('idle_session_timeout', '0', false)"
         asked = f"SELECT {channel()}, {word()}, {stays} FROM {salt} s"  # noqa: S608
         found = self._raw.execute(asked).fetchone()
@@ -112,7 +112,7 @@ class NotifyLine:
 
 
 def _called(word: str, name: str) -> str:
-    """Return what is called out for a storage key, as `sql.called` does in the server."""
+    """Return the payload of a wake-up for a storage key, as `sql.called` does in the server."""
     return hashlib.sha256(f"{word}{name}".encode()).hexdigest()[:32]
 
 
@@ -126,7 +126,7 @@ def _opened(using: str) -> psycopg.Connection[Any]:
     try:
         wrapper.ensure_connection()
     except BaseException:
-        # A receiver of `connection_created` may have failed behind the opening.
+        # A receiver of `connection_created` may have failed after the connection was opened.
         if wrapper.connection is not None:
             wrapper.connection.close()
         raise

@@ -1,6 +1,6 @@
-"""Records in memory, found by the names of their leases, by tokens, and by a key that is shared.
+"""Records in memory, by the name of the lease, by token, and by shared key.
 
-Whoever uses a shelf has a mutex for it. Each step may be the last one, should a signal raise.
+The caller holds a mutex. A signal's exception may end any method after any step.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ class Shelf:
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
-        #: What the lease of a token is called.
+        #: The name of the lease, by token.
         self.names: dict[str, str] = {}
-        #: Until when nobody joins those who share a key.
+        #: For shared keys that a waiter wants exclusively: until when no further holder may join.
         self.doors: dict[str, datetime] = {}
-        #: What the leases are called that share a key, by what that is called.
+        #: The names of the leases that share a key, by the name of the key.
         self._places: dict[str, set[str]] = {}
 
     def live(self, name: str, now: datetime) -> Record | None:
-        """Return the record of a lease while it is not over."""
+        """Return the record of a lease that is not over."""
         record = self.records.get(name)
         return record if record is not None and record.is_live(now) else None
 
     def owned(self, name: str, token: str | None, now: datetime) -> Record | None:
-        """Return the record of a lease while the token holds it; None for a token: whichever."""
+        """Return the record of a lease if the token holds it; `token=None`: any."""
         record = self.records.get(name)
         return record if record is not None and record.is_owned(token, now) else None
 
     def sharing(self, name: str, now: datetime) -> list[Record]:
-        """Return the records of all who share a key now."""
+        """Return the records of all that share a key now."""
         live = filter(lambda each: self.live(each, now), self._places.get(name, ()))
         return [self.records[each] for each in live]
 
     def holders(self, name: str, now: datetime) -> list[Record]:
-        """Return the records of all who hold a key now: of one alone, or of those who share it."""
+        """Return the records of all holders of a key: the exclusive one, or those that share it."""
         if (alone := self.live(name, now)) is not None:
             return [alone]
         return self.sharing(name, now) if name in self._places else []
 
     def over(self, attempt: Attempt, now: datetime) -> dict[str, Record]:
-        """Return the leases of a key that are over, or replaced, by their names."""
+        """Return the leases of a key that are over or replaced, by name."""
         found = {each: self.records[each] for each in self._names_of(attempt.name)}
         return {
             name: each for name, each in found.items()
@@ -55,13 +55,13 @@ class Shelf:
         }  # fmt: skip
 
     def mark(self, name: str, holders: Sequence[Record]) -> None:
-        """Note that the end of these leases of a key wakes somebody."""
+        """Mark these leases of a key: their end wakes a waiter."""
         for each in holders:
             place = place_name(name, each.token) if each.shared else name
             self.put(place, changed(each, wanted=True))
 
     def put(self, name: str, record: Record) -> None:
-        """Keep a record, in the place of the one before."""
+        """Store a record, replacing an earlier one."""
         before = self.records.get(name)
         if before is not None:
             self._forget_token(name, before)
@@ -71,7 +71,7 @@ class Shelf:
         self.names[record.token] = name
 
     def replace(self, over: Collection[str], name: str, record: Record) -> None:
-        """Keep a record in the place of those of its key that are over."""
+        """Store a record, replacing those of its key that are over."""
         key = whole_name(name) if self.doors else name
         if key in self.doors and len(over) == len(self._names_of(key)):
             del self.doors[key]
@@ -81,7 +81,7 @@ class Shelf:
                 self.drop(each)
 
     def drop(self, name: str) -> None:
-        """Forget the record of a lease."""
+        """Remove the record of a lease."""
         self._forget_token(name, self.records[name])
         del self.records[name]
         key = whole_name(name)
@@ -92,7 +92,7 @@ class Shelf:
             self.doors.pop(key, None)
 
     def _names_of(self, name: str) -> list[str]:
-        # A signal may have left a place without its record.
+        # A signal's exception may have left a name without its record.
         places = filter(self.records.__contains__, self._places.get(name, ()))
         return [name, *places] if name in self.records else [*places]
 

@@ -1,4 +1,4 @@
-"""What the backends share that keep their fence counters in a table."""
+"""Shared code of the backends with fence counters in a table."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from .guards import postgresql_guards, postgresql_keepers
 
 T = TypeVar("T")
 
-#: One in so many notes removes what is over, and how much of it.
+#: One in so many new notes removes expired ones, and at most so many of them.
 _SWEEP: Final = 200
 _SWEPT: Final = 1000
 
-#: Options that may locate a database instead of `HOST`, `PORT` and `NAME`.
+#: Options that may name a database instead of `HOST`, `PORT` and `NAME`.
 _TELLING_OPTIONS = (
     *("service", "servicefile", "host", "hostaddr", "port", "dbname"),
     *("read_default_file", "read_default_group", "unix_socket", "database", "db"),
@@ -59,9 +59,9 @@ def _address(connection: BaseDatabaseWrapper) -> tuple[object, ...]:
 
 
 class FenceTable:
-    """The operations on fence counters and notes, and how a database is asked.
+    """The operations on fence counters and notes, and the way to run statements.
 
-    A mixin of `BaseLockBackend`, in front of it.
+    A mixin for `BaseLockBackend`, to be named before it.
     """
 
     config: BackendConfig
@@ -71,13 +71,13 @@ class FenceTable:
     supports_guard: bool
 
     def _use_database(self, using: str | None, *, apart: bool = False) -> str:
-        """Choose the database and return its vendor, or refuse what cannot have the locks."""
+        """Choose the database and return its vendor; refuse one that cannot keep locks."""
         where = f"DISTLOCK[{self.alias!r}]"
         self.using: str = self._unnamed_database() if using is None else using
         vendor = self._vendor_of(self.using, "using")
         longest = len(self._namespace().encode()) + 512
         if longest > self.storage_key_limit:
-            # Listing by prefix walks the storage keys, so none of them may be a hash.
+            # Listing by prefix reads the storage keys in order, so none of them may be a hash.
             raise InvalidLockBackend(
                 f"{where}: KEY_PREFIX is too long: with a key of 512 bytes it makes {longest}"
                 f" bytes, and this store takes {self.storage_key_limit}."
@@ -97,10 +97,10 @@ class FenceTable:
         return self._connections.is_renamed
 
     def _unnamed_database(self) -> str:
-        """Return the database where the settings name none.
+        """Return the database if the settings name none.
 
-        Routers may answer by the context of a request. Processes that first ask in different ones
-        would have different databases, and not exclude each other.
+        A router may choose by the context of a request. Then processes that start in different
+        contexts would use different databases, and not exclude each other.
         """
         routed = router.db_for_write(HeldLock)
         if routed != DEFAULT_DB_ALIAS:
@@ -146,7 +146,7 @@ class FenceTable:
     def _counter_beside(self, name: str, using: str) -> Counter | None:
         ours, theirs = connections[self.using], connections[using]
         if ours.vendor == "sqlite" and _address(ours) == _address(theirs):
-            # Whoever has written much to a file without WAL keeps even readers out.
+            # On SQLite without WAL, a large transaction locks even readers out.
             found: Counter | None = self._counters.db_manager(using).look(name)
             return found
         return self._counter(name)
@@ -161,7 +161,7 @@ class FenceTable:
 
     def _guards_of(self, name: str) -> tuple[Session, ...] | None:
         if connections[self.using].vendor != "postgresql":
-            # MySQL and MariaDB tell whose lock it is only to who waits for it, and this does not.
+            # MySQL and MariaDB show the owner of a lock only while somebody waits for it.
             return None
 
         def look(on: str) -> tuple[Session, ...]:
@@ -172,7 +172,7 @@ class FenceTable:
         return self._ask_within(look)
 
     def _is_guarded(self, name: str) -> bool:
-        # It only tells more about an answer that there is already.
+        # This only adds details to an answer that is known already.
         with suppress(LockError):
             if connections[self.using].vendor == "postgresql" and self._ask_within(
                 lambda on: postgresql_keepers(on, self._salt, name)
@@ -227,7 +227,7 @@ class FenceTable:
         return self._ask_within(read)
 
     def _remove_notes(self, before: datetime, limit: int) -> int:
-        """Remove notes, of every backend in the table, that were over before `before`."""
+        """Remove notes of all backends in the table that ended before `before`."""
 
         def clean(on: str) -> int:
             vendor, notes = vendors.of(on), RunNote.objects.db_manager(on)
@@ -238,7 +238,7 @@ class FenceTable:
         return self._ask(clean, busy=lambda: 0, long=True)
 
     def _noted_as(self, name: str) -> str:
-        # No key in NFC has the marker.
+        # No key in NFC contains the marker.
         return storage_key(f"{self.key_prefix}{HASH_MARKER}note", name, MAX_STORAGE_KEY)
 
     # Guarding
@@ -300,13 +300,13 @@ class FenceTable:
         long: bool = False,
         key: str | None = None,
     ) -> T:
-        """Run an operation where it commits by itself.
+        """Run an operation outside the caller's transactions.
 
         Args:
-            operation: Is given the alias on which to ask.
-            busy: Makes the answer where other transactions were in the way; None: raise.
-            single: Whether it is one statement that commits by itself, where that can be.
-            long: Whether a statement is about very many rows, and may take its time.
+            operation: Called with the alias to use.
+            busy: Returns the answer if other transactions were in the way; None: raise.
+            single: Whether the operation is one statement that commits by itself.
+            long: Whether a statement reads or writes very many rows, and may take long.
         """
         patience = LONG_SECONDS if long else None
         use = self._connections.use(bound, writes=writes, single=single, patience=patience)
@@ -346,7 +346,7 @@ class FenceTable:
         return self._ask(bounded, writes=False, long=long)
 
     def _busy(self, name: str) -> Contended:
-        """Return a busy answer, with the holder if a plain read can tell."""
+        """Return a busy answer, with the holder if a plain read finds one."""
         try:
             with self._connections.use(0, writes=False) as on:
                 record, now = self._look_at_once(whole_name(name), on), vendors.of(on).now()
@@ -373,7 +373,7 @@ class FenceTable:
         if vendor.is_duplicate(error):
             return InvalidArgument("This token already holds another key.", key=key)
         if vendor.is_missing(error):
-            # PostgreSQL's hint is about types of arguments.
+            # Without PostgreSQL's hint, which is about types of arguments.
             said = str(error).partition("\n")[0]
             return LockError(
                 f"{about}: lock tables are missing: {said}. Run manage.py migrate --database"

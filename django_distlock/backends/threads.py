@@ -1,4 +1,4 @@
-"""The threads on which a backend serves asynchronous code."""
+"""The threads in which a backend serves async code."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from ..database.connections import close_here
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Calls that run at once. Many, because the store is bounded by connections: a call that waits for
-#: one must not keep another from being made.
+#: How many calls run at once. Many, because calls may wait for a connection, and must not keep
+#: others from running.
 THREADS = 32
 
 
 class CallThreads:
-    """Threads of a backend's own, where no other work delays a call; `prepare` begins each."""
+    """The threads of one backend, so that no other work delays its calls.
+
+    Args:
+        name: The prefix of the threads' names.
+        prepare: Called first in each thread.
+    """
 
     def __init__(self, name: str, prepare: Callable[[], None]):
         self._name = name
@@ -29,7 +34,7 @@ class CallThreads:
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Start a call."""
         if self._executor is None or self._executor[0] != os.getpid():
-            # A fork copies the pool's object and none of its threads.
+            # A fork copies the pool but none of its threads.
             pool = ThreadPoolExecutor(
                 THREADS, thread_name_prefix=self._name, initializer=self._prepare
             )
@@ -37,7 +42,7 @@ class CallThreads:
         return self._executor[1].submit(_run, call, *args, **kwargs)
 
     def end(self) -> None:
-        """End the threads when they have done what was asked; another call starts new ones."""
+        """End the threads after their current calls; the next call starts new ones."""
         executor, self._executor = self._executor, None
         if executor is not None:
             executor[1].shutdown(wait=False)
@@ -45,7 +50,7 @@ class CallThreads:
     async def run(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Await a call. Cancelling the await does not cancel the call."""
         running = asyncio.wrap_future(self.submit(call, *args, **kwargs))
-        # Who is cancelled does not ask for its error, of which the event loop would complain.
+        # After a cancellation nobody retrieves the error, which the event loop would log.
         running.add_done_callback(_hear)
         await asyncio.wait((running,))
         return running.result()
@@ -55,7 +60,7 @@ def _run(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     try:
         return call(*args, **kwargs)
     finally:
-        # What a signal's receiver opened here, no end of a request would ever close.
+        # No end of a request closes the connections that a receiver opens in this thread.
         close_here()
 
 

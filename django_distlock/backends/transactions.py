@@ -1,4 +1,4 @@
-"""Keys that a transaction of the caller's locks in the database until it ends."""
+"""Lock keys in the database until the caller's transaction ends."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _VALUES = 500
 
 
 class TransactionLocks(FenceTable):
-    """How a table of locks is joined by locks that last for a transaction of the caller's.
+    """Transaction locks for a backend whose locks are rows.
 
-    PostgreSQL has locks that last for a transaction, and a function that does all of it. MariaDB
-    and MySQL lock rows of the fence table. On SQLite a transaction takes the place of the one who
-    writes to the file.
+    PostgreSQL has advisory locks for a transaction, and one function does everything. On MariaDB
+    and MySQL, rows of the fence table are locked. On SQLite, the transaction becomes the writer of
+    the file.
     """
 
     _hot: Any  # A manager, or the functions of PostgreSQL.
@@ -61,7 +61,7 @@ class TransactionLocks(FenceTable):
 
     def _kept_by_transactions(self, limit: int) -> Sequence[KeptKey] | None:
         if connections[self.using].vendor != "postgresql":
-            # MySQL and MariaDB tell whose lock it is only to who waits for it, and this does not.
+            # MySQL and MariaDB show the owner of a lock only while somebody waits for it.
             return None
 
         def look(on: str) -> tuple[KeptKey, ...]:
@@ -82,14 +82,13 @@ class TransactionLocks(FenceTable):
         return InTheWay(key, contended(outcome, *facts), deadlock=outcome == "deadlock")
 
     def _lock_rows(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
-        """Share the fence of each key, so that no lease is granted, and lock its door.
+        """Lock the fence row of each key shared, which stops leases, and then its door row.
 
-        What an acquire finds locked by others who share it is guarded. So it is the door, another
-        row, that tells those who share a key from those who do not.
+        An acquire treats a fence row that others have locked shared as guarded. So another row, the
+        door, is locked shared or exclusively, as the caller asks for.
         """
         until = monotonic() + asked.bound
-        # Beforehand: nothing of what is locked is given up before the transaction ends, and whoever
-        # operates on a key would have to wait for that.
+        # Leases are looked for first, because locked rows stay locked until the transaction ends.
         if (found := self._look_beside(names, asked, locked=False)) is not None:
             return found
         vendor, fences = vendors.of(asked.using), self._connections.name("fences")
@@ -99,40 +98,40 @@ class TransactionLocks(FenceTable):
                 left = max(0.0, until - monotonic())
                 try:
                     if not vendor.lock_row(fences, row, left, shared=is_shared):
-                        # What is not there is not locked.
+                        # A missing row cannot be locked.
                         return InTheWay(key, Contended(busy=True))
                 except DatabaseError as error:
                     if not vendor.is_busy(error):
                         raise
                     if vendor.has_rolled_back(error):
                         transaction.set_rollback(True, asked.using)
-                    # Of the door it is known who keeps it: none but transactions lock one.
+                    # Only transaction locks use doors, so a locked door means that one holds it.
                     answer = Contended(busy=True, guarded=row != name)
                     return InTheWay(key, answer, deadlock=vendor.is_deadlock(error))
             asked.stays.add(key)
         found = self._look_beside(names, asked, locked=True)
         if found is None or found.answer.fence is None or found.key == [*names.values()][-1]:
             return found
-        # Granted meanwhile. Its holder may wait for a later key, and that is locked by now.
+        # A lease was granted meanwhile. Its holder may wait for a key that is locked here by now.
         return InTheWay(found.key, found.answer, deadlock=True)
 
     def _look_beside(
         self, names: Mapping[str, str], asked: KeysAsked, *, locked: bool
     ) -> InTheWay | None:
-        """Look on a connection of ours: the caller's may read from a snapshot, or lock.
+        """Look for leases on another connection: the caller's may read from a snapshot, or lock.
 
         Args:
-            locked: Whether the caller has locked them: then it keeps out guards as well.
+            locked: Whether the caller has locked the keys, which keeps guards out as well.
         """
         bound = min(asked.bound, MAX_BOUND)
 
         def look(on: str) -> InTheWay | None:
             with vendors.of(on).short_transaction(bound):
-                # Wait for an extend in flight: what looks over may last.
+                # Wait for an extend in flight, which may revive a lease that looks expired.
                 now, locks = vendors.of(on).now(), self._connections.name("locks")
                 for name in self._over(on, names, asked, now):
                     vendors.of(on).lock_row(locks, name, bound, shared=True)
-                # What is over since counts as held.
+                # A lease that has ended since then counts as held.
                 found = self._look(names, asked, on, now)
                 return found if locked or found else self._guarded(names, asked, on)
 
@@ -141,9 +140,9 @@ class TransactionLocks(FenceTable):
         return found
 
     def _guarded(self, names: Mapping[str, str], asked: KeysAsked, on: str) -> InTheWay | None:
-        """Look for the guard of a lease that is over: it shares the fence, and has no door.
+        """Look for the guard of an expired lease: it has locked the fence row shared, but no door.
 
-        Transactions that have locked the key have both, and none of them has it beside a guard.
+        A transaction lock has locked both, and cannot have done so beside a guard.
         """
         own = self._locks_on(on).filter(token__in=asked.tokens).values_list("pk", flat=True)
         for some in _parts(names.keys() - set(own)):
@@ -177,7 +176,7 @@ class TransactionLocks(FenceTable):
         yield from locks.places_of([each for each in some if not asked.keys[names[each]]])
 
     def _make_rows(self, names: Mapping[str, str], bound: float) -> None:
-        """Make the rows that are locked: to lock one that is not there locks the gap around it."""
+        """Create the rows to lock, because locking a missing row would lock a gap."""
         rows = {each: key for name, key in names.items() for each in (name, _door(name))}
 
         def make(on: str) -> None:
@@ -191,11 +190,11 @@ class TransactionLocks(FenceTable):
                         ignore_conflicts=True,
                     )
 
-        # Busy: somebody has just made one and locked it, or a backup holds up commits.
+        # Busy: another transaction has just created and locked one, or a backup blocks commits.
         self._ask(make, bound=bound, busy=lambda: None)
 
     def _take_the_file(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
-        # Looked for beforehand: a lease cannot be released while somebody else has the file.
+        # Leases are looked for first: they cannot be released while this transaction has the file.
         if not has_the_file(connections[asked.using]):
             found: InTheWay | None = self._ask(
                 lambda on: self._look(names, asked, on, vendors.of(on).now()),
@@ -219,13 +218,13 @@ class TransactionLocks(FenceTable):
                 raise
             return InTheWay(next(iter(names.values())), Contended(busy=True, guarded=True))
         found = self._look(names, asked, asked.using, vendor.now())
-        # It is not released before this transaction ends.
+        # The lease cannot be released before this transaction ends.
         return None if found is None else InTheWay(found.key, found.answer, deadlock=True)
 
     def _look(
         self, names: Mapping[str, str], asked: KeysAsked, on: str, now: datetime
     ) -> InTheWay | None:
-        """Return a lease of somebody else's on one of these keys, or a pause."""
+        """Return somebody else's lease on one of these keys, or a pause."""
         for some in _parts(names):
             for row in self._leases(on, some, names, asked):
                 if row.is_live(now) and row.token not in asked.tokens:
@@ -242,5 +241,5 @@ def _parts(names: Collection[str]) -> Iterator[list[str]]:
 
 
 def _door(name: str) -> str:
-    """Return the storage key of the row that is locked by transactions alone."""
+    """Return the storage key of the door row of a key, which only transaction locks use."""
     return f"{OWN_MARKER}door:{hashlib.sha256(name.encode()).hexdigest()}"

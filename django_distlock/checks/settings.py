@@ -29,7 +29,7 @@ T = TypeVar("T")
 #: The part of a ttl after which two renewals fit into what is left of it.
 _MOST_OF_THE_TTL: Final = 1 / 3
 
-#: Bytes. With more, a counter takes twice the room and above that it takes behind "distlock": 258
+#: Bytes. With more, a counter takes twice the room and above that it takes after "distlock": 258
 #: bytes for 135 on PostgreSQL, where the prefix is in the row and in the index. And it stays.
 _LONG_PREFIX: Final = 64
 

@@ -275,7 +275,7 @@ class OldAdvisoryLock(OldLock[Any]):
                 self.release("", owner)
 
     def _end_overdue(self) -> None:
-        """Give back what is kept behind its lease, or was lost, and nobody has released."""
+        """Give back what is kept after its lease, or was lost, and nobody has released."""
         with self._turn:
             now = monotonic()
             for owner, session in list(self._held.items()):

@@ -73,7 +73,7 @@ def locked_task(
         on_unavailable: What is done if the store is unavailable: `"raise"`: it fails with
             `BackendUnavailable`; `"skip"`; or `"run"`.
         max_wait: Seconds (or a `timedelta`) since its first attempt for which a task is queued
-            again; None: for ever. Behind that it fails with `LockNotAcquired`.
+            again; None: for ever. After that it fails with `LockNotAcquired`.
         backend: The alias of the lock backend.
         options: Others of `distlock()`, such as `ttl` and `wait`. `retry` is about the pauses in
             the queue, unless nothing is queued again.

@@ -1,7 +1,8 @@
-"""The algorithm of waiting for a key, without clock, store or sleep.
+"""The algorithm of waiting for a key, without a clock, a store or a sleep.
 
-`acquiring()` yields what to do next and is sent what came of it. `locks/acquire.py` does that with
-calls and with awaits; the algorithm exists once. No step is frozen: that is five times as slow.
+`acquiring()` yields steps and is sent their results. `locks/acquire.py` carries the steps out, sync
+and async, so the algorithm exists only once. The steps are not frozen dataclasses, because creating
+those takes five times as long.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from .records import Contended, Grant, Record
 
 @dataclass(slots=True)
 class Attempt:
-    """Try once, waiting at most `bound` seconds inside the store.
+    """Make one attempt, waiting at most `bound` seconds inside the store.
 
     Attributes:
-        wanted: Let whoever ends the grant that is in the way wake this process, and leave the key
-            to others for a moment.
+        wanted: Mark the grant in the way: its end wakes this process, and whoever ends it leaves
+            the key to others for a moment.
         replace: Take the key over from this token.
     """
 
@@ -35,10 +36,10 @@ class Attempt:
 
 @dataclass(slots=True)
 class LineUp:
-    """Queue up behind the waiters of this process; go on when first, or at the time `until`.
+    """Join the queue of this process; go on when first, or at the time `until`.
 
-    Also when the one in front has not asked the store for too long. Whoever is first then lets
-    wake-ups come.
+    Go on as well if the first waiter has made no attempt for too long. The first one subscribes to
+    wake-ups.
     """
 
     until: float
@@ -58,7 +59,7 @@ class Pause:
 
 @dataclass(slots=True)
 class GiveBack:
-    """Release a grant that came too late to be used."""
+    """Release a grant whose answer came too late."""
 
     grant: Grant
 
@@ -68,13 +69,14 @@ Step = Attempt | LineUp | Read | Pause | GiveBack
 
 @dataclass(slots=True)
 class Reply:
-    """What came of a step.
+    """The result of a step.
 
     Attributes:
         now: The caller's monotonic clock, in seconds, after the step.
-        outcome: What an `Attempt` led to: an `Outcome`; None after the other steps.
-        record: What a `Read` found; None: nothing, or no answer.
-        queued: Whether somebody was in front when a `LineUp` began.
+        outcome: The `Outcome` of an `Attempt`; None after other steps.
+        record: The result of a `Read`; None: no record, or no answer.
+        listening: Whether wake-ups come.
+        queued: Whether another waiter was in front when a `LineUp` began.
     """
 
     now: float
@@ -97,26 +99,29 @@ def acquiring(
     is_gone: Callable[[Holder], bool] | None = None,
     margin: float = 0.0,
 ) -> Steps:
-    """Try until granted or until `wait` is over; return the last attempt's outcome.
+    """Make attempts until the key is granted or `wait` is over; return the last outcome.
 
-    The first attempt is made at once and the last one at the deadline, unless the store left one
-    without an answer until behind it, answered it more than a second behind it, or said nothing
-    about the key. Between them a caller sleeps until the earliest of: a wake-up, the moment the key
-    becomes free, the next pause of `pacing`, the deadline. While wake-ups come, its `safety` takes
-    the place of a pause, except behind a busy or paused answer, which leaves no mark for a wake-up.
+    The first attempt is made at once, and the last one at the deadline. The exceptions are an
+    attempt that the store leaves without an answer until after the deadline, that it answers more
+    than a second after it, or whose answer says nothing about the key.
 
-    No wake-up is lost: the caller is in the queue, and wake-ups come, before the attempt that marks
-    the grant in its way, and whatever comes behind the attempt ends the sleep.
+    Between attempts a caller sleeps until the earliest of: a wake-up, the moment the key becomes
+    free, the next pause of `pacing`, the deadline. While wake-ups come, the longer `safety` of
+    `pacing` replaces its pauses. A busy or paused answer is different: it leaves no mark in the
+    store, so no wake-up follows.
+
+    No wake-up is lost. The caller is in the queue and subscribed to wake-ups before the attempt
+    that marks the grant in its way, and a wake-up after that attempt ends the sleep.
 
     Args:
         now: The caller's monotonic clock, in seconds.
         wait: Seconds to keep trying; 0: one attempt; None: for ever.
         pacing: How long to pause, and how often.
         rest: Seconds to leave to others before the first attempt, unless that is the only one.
-        others_wait: Whether waiters of this process are in front.
+        others_wait: Whether other waiters of this process are in front.
         is_gone: Whether a holder is provably gone, so that its key may be taken over at once.
         margin: Seconds from now in which a last answer that says nothing about the key is asked
-            for again, where `wait` is shorter.
+            for again, even if `wait` is shorter.
     """
     deadline = math.inf if wait is None else now + wait
     until = now + margin
@@ -125,7 +130,8 @@ def acquiring(
         now = (yield Pause(min(rest, deadline - now))).now
     lined_up, listening = False, False
     pause: float | None = None
-    # Whoever may take over from the dead looks first: those in front may have to wait for the ttl.
+    # With `steal_if_dead`, the first attempt comes first, because the waiters in front may have to
+    # wait for the ttl of a dead holder.
     if now < deadline and is_gone is None and others_wait():
         reply = yield LineUp(deadline)
         lined_up, now, listening = True, reply.now, reply.listening
@@ -133,13 +139,13 @@ def acquiring(
         is_last = now >= deadline
         bound = 0.0 if is_last else min(MAX_BOUND, deadline - now)
         outcome, now = yield from _trying(now, bound, wanted=lined_up, is_gone=is_gone)
-        # Behind it by more than any wait in the store: it was on its way for that long.
+        # More than any wait inside the store after the deadline: the network or store was slow.
         is_last = is_last or (now > deadline + MAX_BOUND and not _is_unclear(outcome))
         if is_last and _is_unclear(outcome):
-            # It had no time to wait in the store, and the one before may have told more.
+            # The last attempt could not wait inside the store. The one before may have said more.
             known = before if leaves_mark(before) else outcome
             return (yield from _clear(known, now, until, pacing, is_gone=is_gone))
-        # A store without an answer may have taken the time of the last attempt, too.
+        # A store without an answer may have used up the time of the last attempt.
         has_time = now < deadline or not isinstance(outcome, BackendUnavailable)
         if is_last or _is_final(outcome) or not has_time:
             return outcome
@@ -151,7 +157,7 @@ def acquiring(
             reply = yield LineUp(deadline)
             lined_up, now, listening = True, reply.now, reply.listening
             if reply.queued:
-                pause = None  # It has been slept for, in the queue.
+                pause = None  # The time in the queue counts as the pause.
                 continue
             if listening and pacing.safety is not None:
                 continue
@@ -168,7 +174,7 @@ def _clear(
     *,
     is_gone: Callable[[Holder], bool] | None,
 ) -> Generator[Step, Reply, Outcome]:
-    """Try until the store says something about the key; return the last outcome."""
+    """Make attempts until the store says something about the key; return the last outcome."""
     while _is_unclear(outcome) and now < until and (step := pacing.step()) is not None:
         pacing.see(outcome)
         pause = pacing.pause(outcome, step, listening=False)
@@ -181,7 +187,7 @@ def _clear(
 def _trying(
     now: float, bound: float, *, wanted: bool, is_gone: Callable[[Holder], bool] | None
 ) -> Generator[Step, Reply, tuple[Outcome, float]]:
-    """Try, and once more in the place of a holder that is gone; return the outcome and the time."""
+    """Make an attempt, and another one if the holder is gone; return the outcome and the time."""
     sent_at = now
     reply = yield Attempt(bound, wanted=wanted)
     outcome = reply.outcome
@@ -197,7 +203,7 @@ def _trying(
         and outcome.ttl is not None
         and reply.now >= sent_at + outcome.ttl
     ):
-        # The reply took longer than the lease lives: somebody else may hold the key by now.
+        # The answer took longer than the ttl: somebody else may hold the key by now.
         late = BackendUnavailable(
             f"The store took {reply.now - sent_at:.1f} s to grant {outcome.key!r}, for"
             f" {outcome.ttl:g} s. The lease had already expired and was released.",
@@ -210,10 +216,10 @@ def _trying(
 
 
 def _may_be_taken_over(outcome: Outcome, is_gone: Callable[[Holder], bool]) -> TypeGuard[Contended]:
-    """Whether the key is held by somebody who is gone.
+    """Whether the holder of the key is gone.
 
-    What is settled was given up in order and is kept for its time; a lock without expiry ends by
-    release alone.
+    A settled key was released, and stays taken for its window. A lock without expiry ends only by a
+    release.
     """
     return (
         leaves_mark(outcome)

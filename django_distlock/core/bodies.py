@@ -16,7 +16,7 @@ from .errors import InvalidArgument, LockUsageError, shown
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: What runs a body behind the call that returned it, and where the lock belongs instead.
+#: What runs a body after the call that returned it, and where the lock belongs instead.
 _LATER: Final = {
     "a coroutine": "If it is awaited, decorate the coroutine function itself, or use async with"
     " inside it. If it is not awaited, run it with async_to_sync.",
@@ -66,7 +66,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 def whole(function: Callable[P, T], *, awaits: bool = True) -> Callable[P, T]:
     """Return a function like this one that never leaves its body to run behind the call.
 
-    It is a coroutine function where this one is: then the body has run behind the await. A call
+    It is a coroutine function where this one is: then the body has run after the await. A call
     that returns what is still to be run, such as a coroutine, closes that and raises.
 
     Args:

@@ -61,7 +61,7 @@ class LockNotAcquired(LockError):
         holder: Who holds it, if the store could tell.
         held_for: Seconds it has been held, by the store's clock, or None.
         expires_in: Seconds until its holder's lease ends, or None (unknown, or no expiry).
-        settled: Whether the holder is done, and the key is kept behind its run on purpose.
+        settled: Whether the holder is done, and the key is kept after its run on purpose.
         lock: The `Lock` that was not granted: which of two, where blocks are in each other. Copies
             and pickles have None, and so has the error of what is no `Lock`.
     """

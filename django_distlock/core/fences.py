@@ -42,7 +42,7 @@ def next_fence(key: str, last: int, floor: datetime | None) -> int:
 
 
 def check_fence(key: str, fence: int) -> None:
-    """Warn before a key runs out of fences, and refuse the one behind the last."""
+    """Warn before a key runs out of fences, and refuse the one after the last."""
     if fence > FENCE_MAX:
         raise used_up(key)
     if fence > FENCE_WARNING:

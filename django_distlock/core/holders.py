@@ -25,7 +25,7 @@ class Holder:
     """The identity of a holder, as it is stored beside its lock.
 
     Attributes:
-        host: The host's name, behind `DISTLOCK_HOLDER["prefix"]`.
+        host: The host's name, after `DISTLOCK_HOLDER["prefix"]`.
         boot_id: What tells the start of the host's kernel, and the PID namespace in it, from
             others: "<boot id>/<inode>"; "" if unknown. Where two are equal, so are the processes
             that a `pid` can mean.

@@ -1,4 +1,4 @@
-"""The algorithm of asking again about a lease of one's own, without clock, store or sleep."""
+"""The algorithm of repeating a request about one's own lease, without a clock or a store."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TypeVar
 from .errors import BackendUnavailable
 from .records import UNKNOWN, Grant, Unknown
 
-#: Seconds that one question waits inside the store: short, because it keeps a connection that
-#: leases without such trouble need too.
+#: Seconds that one request waits inside the store. Short, because it occupies a connection that
+#: other leases need as well.
 PATIENCE = 0.25
 
-#: What an extend or a release led to.
+#: The answer to an extend or a release.
 Answer = Grant | bool | Unknown | None
 A = TypeVar("A", bound=Answer)
 
@@ -25,20 +25,22 @@ def insisting(
     deadline: float,
     pauses: Iterator[float],
 ) -> A:
-    """Ask until the store knows; return the last answer.
+    """Repeat a request until the store answers it; return the last answer.
 
-    `UNKNOWN` is asked again until the lease is over by the holder's own clock: whoever holds the
-    row will let it go. A store that does not answer is asked once more, on a new connection. The
-    same question twice does no harm: a release that did work is answered by "gone".
+    `UNKNOWN` means that a transaction has locked the record, which will end: the request is
+    repeated until the lease is over by the holder's own clock. If there is no answer, the request
+    is repeated once, on a new connection. That does no harm: if a release was carried out the first
+    time, the second answer is "gone".
 
     Args:
-        question: Is given the seconds that it may wait inside the store.
+        question: Makes the request; its argument is how many seconds that may wait in the store.
         clock: The holder's monotonic clock, in seconds.
-        sleep: Is given the seconds between two questions.
+        sleep: Sleeps between two requests.
         deadline: When the lease is over, by that clock.
+        pauses: Seconds between two requests.
 
     Raises:
-        BackendUnavailable: The store is unavailable, twice.
+        BackendUnavailable: Two requests had no answer.
     """
     failed = False
     while True:
@@ -51,7 +53,7 @@ def insisting(
             continue
         now = clock()
         if answer is False and failed and now < deadline:
-            # Gone before it could end by itself: the question that got no answer was heard.
+            # Gone before it could expire: the request without an answer was carried out.
             return True  # type: ignore[return-value]
         if answer is not UNKNOWN or now >= deadline:
             return answer

@@ -1,4 +1,4 @@
-"""Exceptions that say nothing about the code they come from: a signal's handler has raised them."""
+"""Exceptions that a signal's handler has raised, and that concern the caller alone."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from typing import TYPE_CHECKING
 
 
 def pass_on(error: BaseException) -> None:
-    """Raise what the handler of a signal raised, such as that of a time limit.
+    """Raise an exception of a signal's handler, such as that of a time limit; ignore others.
 
-    That is `error`, or what it was raised in place of: by a driver that was broken off, say. What
-    the caller was handling before is left alone.
-
-    For where the code of others is called, whose own errors are logged, or translated.
+    Call it before an error of foreign code is logged or translated. The exception may be `error`
+    itself, or one in its chain of contexts that the foreign code has replaced, as drivers do. What
+    the caller was handling before is ignored.
     """
     frames = set(_frames(error))
     met: BaseException | None = error
     handlers: set[object] = set()
-    # Handlers run in the main thread alone.
+    # Signals' handlers run only in the main thread.
     if threading.current_thread() is threading.main_thread():
         handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
     while met is not None:
         trail = _frames(met)
-        # The first one has caught it, and has raised what took its place.
+        # The first frame has caught this exception, and raised the one before in its place.
         if trail and trail[0] in frames:
             frames.update(trail)
-            # Python's own handler of Ctrl-C has no frame.
+            # Python's own handler for Ctrl-C has no frame.
             is_pressed = isinstance(met, KeyboardInterrupt)
             if is_pressed or any(each.f_code in handlers for each in trail):
                 raise met
@@ -44,13 +43,13 @@ def _frames(error: BaseException) -> list[FrameType]:
 
 def _code_of(handler: object) -> object:
     handler = getattr(handler, "__func__", handler)
-    # One that is called as an object has it in its class; what is no function has none.
+    # A callable object has the code in its class; a handler such as SIG_IGN has none.
     function = handler if hasattr(handler, "__code__") else type(handler).__call__
     return getattr(function, "__code__", handler)
 
 
 class Underway:
-    """Is true for as long as a block of it is open, also where that was left in its midst."""
+    """True while a block of it is open; no exception can leave it True after that."""
 
     _open: Callable[[], object] | None = None
 

@@ -68,7 +68,7 @@ def own_key(name: str) -> OwnKey:
     """Return a key that no text of a project makes: that of a schedule, or of a queued task.
 
     Args:
-        name: What stands behind the marker: `"schedule:nightly-report"`.
+        name: What stands after the marker: `"schedule:nightly-report"`.
 
     Raises:
         InvalidArgument: See `normalize_key`.
@@ -186,7 +186,7 @@ def normalize_prefix(prefix: object, limit: int) -> str:
 
     Raises:
         InvalidArgument: Not a `str`, with NUL, a lone surrogate or a brace, or so long that not
-            even a hashed key fits behind it.
+            even a hashed key fits after it.
     """
     if not isinstance(prefix, str):
         raise InvalidArgument(f"A key prefix must be a str, not {shown(prefix)}.")
@@ -259,7 +259,7 @@ def key_hash(storage_name: str) -> str:
 
 
 def prefix_end(prefix: str) -> str | None:
-    """Return the first text, by code points, behind all that start with `prefix`.
+    """Return the first text, by code points, after all that start with `prefix`.
 
     None if there is no such text.
     """
@@ -332,7 +332,7 @@ class KeyTemplate:
 
     template: str
     signature: inspect.Signature
-    #: Literal text, the field behind it (None at the end), and the field's format spec.
+    #: Literal text, the field after it (None at the end), and the field's format spec.
     parts: tuple[tuple[str, str | None, str], ...]
 
     @classmethod
@@ -392,7 +392,7 @@ class KeyTemplate:
         """
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        # Between fields only: what stands before the first and behind the last cannot be confused.
+        # Between fields only: what stands before the first and after the last cannot be confused.
         between = (literal for literal, name, _ in self.parts[1:] if name is not None)
         separators = set("".join(between))
         made = []
@@ -446,7 +446,7 @@ def _parse(template: str) -> tuple[tuple[str, str | None, str], ...]:
             )
         before += literal
         # Formatter.parse() splits a literal at doubled braces: such a piece has no field of its
-        # own and belongs to the literal behind it.
+        # own and belongs to the literal after it.
         if name is not None:
             parts.append((before, name, spec or ""))
             before = ""

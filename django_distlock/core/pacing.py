@@ -8,35 +8,33 @@ from typing import TypeGuard
 from .errors import LockError
 from .records import Contended, Grant
 
-#: Seconds between two attempts of a waiter who is woken: the net, should a wake-up be lost.
+#: Seconds between two attempts of a waiter that is woken: a safety net for lost wake-ups.
 SAFETY_SECONDS = 5.0
-#: Grants to others behind which a waiter that is woken asks by itself, too: of many that are woken
-#: at once the quickest wins, which may be another one each time.
+#: After so many grants to others, a waiter that is woken polls as well: of many waiters that are
+#: woken at once, it may never be the quickest.
 FEW = 3
-#: How often a waiter asks at most in the time for which the key has been held: of a hundred
-#: processes that wait, each one would ask the more often, the more they are.
+#: How often at most a waiter polls within the time for which the key has been held. Without a
+#: limit, each of a hundred waiting processes would poll more often, the more there are.
 OFTEN = 4
-#: Seconds at least between two attempts of a waiter whom nobody wakes.
+#: The shortest pause, in seconds, between two attempts of a waiter that polls.
 SHORTEST_PAUSE = 0.005
 
-#: What an attempt led to. `BackendUnavailable` says that nothing is known, not that the key is
-#: held; any other error, that there is nothing to wait for.
+#: The outcome of an attempt. `BackendUnavailable` means that nothing is known, not that the key is
+#: held; any other error means that waiting is pointless.
 Outcome = Grant | Contended | LockError
 
 
 class Pacing:
     """How long a caller pauses between its attempts.
 
-    A pause is a step of `pauses`, or shorter where nobody wakes the caller. What has been held for
-    moments is asked for again in moments: a pause is no longer than the key has been held for, and
-    the shorter, the more grants to others the caller has seen. So whoever has waited longest asks
-    most often. Other transactions that are in the way are over in moments, too: behind those,
-    pauses begin short and double.
+    A pause is the next one of `pauses`, or shorter if the caller is not woken: no longer than the
+    key has been held for, and the shorter, the more grants to others the caller has seen. So the
+    waiter that has waited longest polls most often. If other transactions are in the way, which
+    end soon as well, pauses begin short and double.
 
     Args:
         pauses: Seconds between attempts; its end means that no attempt is left.
-        safety: Seconds between attempts while wake-ups come; None: pauses are those of `pauses`,
-            whatever comes.
+        safety: Seconds between attempts while wake-ups come; None: always use `pauses`.
 
     Attributes:
         missed: How many grants to others the caller has seen.
@@ -50,11 +48,11 @@ class Pacing:
         self._short = SHORTEST_PAUSE
 
     def step(self) -> float | None:
-        """Return the next pause at the longest; None: no attempt is left."""
+        """Return the longest value of the next pause; None: no attempt is left."""
         return next(self._pauses, None)
 
     def see(self, outcome: Outcome) -> None:
-        """Look at what is in the way."""
+        """Note which grant is in the way."""
         if not isinstance(outcome, Contended):
             return
         if outcome.fence != self._fence and outcome.fence is not None:
@@ -63,10 +61,10 @@ class Pacing:
             self._short *= 2
 
     def pause(self, outcome: Outcome, step: float, *, listening: bool) -> float:
-        """Return for how long to sleep behind an outcome, unless woken."""
+        """Return for how long to sleep after an outcome, unless woken."""
         seconds = self._shortened(outcome, step)
         if not leaves_mark(outcome):
-            # Nobody would wake us, and the key may be past its end and yet not to be had.
+            # No wake-up will come, and the key may be expired but not yet available.
             return seconds
         if listening and self.safety is not None and self.missed <= FEW:
             seconds = self.safety
@@ -82,5 +80,5 @@ class Pacing:
 
 
 def leaves_mark(outcome: Outcome | None) -> TypeGuard[Contended]:
-    """Whether an attempt has met with a grant, which it can ask to be woken by."""
+    """Whether an attempt has found a grant in its way, which it could mark for a wake-up."""
     return isinstance(outcome, Contended) and not outcome.busy and not outcome.paused

@@ -1,4 +1,4 @@
-"""The values that backends take and answer."""
+"""The arguments and results of backends."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .secrets import Token
 
 _GRACE: Final = timedelta(seconds=GRACE)
 
-#: What is raised where a record is made of what somebody else has written in its place.
+#: The errors of reading a record that another program has changed.
 SPOILED: Final = (
     ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
 
 
 def known_holder(data: Any) -> Holder:
-    """Return the holder that a row tells of, or nobody where that was spoiled.
+    """Return the holder in a row, or an empty one if the data is spoiled.
 
-    Who holds a key decides nothing: it stays one that is released, granted again and operated.
+    No decision depends on the holder, so such a key can still be released, granted and operated.
     """
     try:
         return Holder.from_json(data)
@@ -44,20 +44,20 @@ class Unknown(enum.Enum):
         return False
 
 
-#: The store did not get to answer within the bound: the record stands as it did. False in a
-#: condition, and not the same as None or False, which mean that the lease is gone.
+#: The store could not carry the request out within the bound; the record is unchanged. It is false
+#: in a condition, but differs from None and False, which mean that the lease is gone.
 UNKNOWN: Final = Unknown.UNKNOWN
-#: What became of a lease that was given back: "wanted" says that somebody waits for its key.
+#: The result of a release; "wanted": it was released, and somebody waits for the key.
 Freed = Literal["released", "wanted", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A key was granted, or its lease extended.
+    """The answer to an acquire that was granted, or to an extend.
 
     Attributes:
-        token: The proof of ownership. A bearer secret, so that no grant can be pickled.
-        fence: At least 1; grows with each grant of the key. An extend leaves it as it is.
+        token: The proof of ownership. It is a bearer secret, so a grant cannot be pickled.
+        fence: At least 1; grows with each grant of the key. An extend does not change it.
         ttl: Seconds from the grant, or from the extend, to `expires_at`; None: no expiry.
         acquired_at: When it was granted, by the store's clock.
         expires_at: When it ends, as stored; None: no expiry.
@@ -93,13 +93,13 @@ class Grant:
 
 @dataclass(slots=True)
 class Attempt:
-    """What a store is asked for, once: a key.
+    """One request to acquire a key.
 
     Attributes:
-        name: What the key is called in the store.
+        name: The name of the key in the store.
         ttl: Seconds that the lease lasts; None: no expiry.
-        wanted: Mark the grant that is in the way, so that its end wakes whoever asks.
-        replace: Grant also if this is the token of the grant that is in the way: see `may_replace`.
+        wanted: Mark the grant in the way, so that its end wakes the caller.
+        replace: The token of a grant that may be replaced: see `may_replace`.
         bound: Seconds to wait inside the store.
         permits: How many may hold the key at the same time; None: any number.
     """
@@ -121,29 +121,29 @@ class Attempt:
 
     @property
     def place(self) -> str:
-        """What its lease is called in the store."""
+        """The name of its lease in the store."""
         return self.name if self.permits == 1 else place_name(self.name, self.token)
 
     def may_replace(self, record: Record) -> bool:
-        """Whether a live record is no obstacle.
+        """Whether this attempt may replace a live record.
 
-        One that this very token has settled is: a question that is heard behind the end of its own
-        work takes nothing.
+        It may not replace one that its own token has settled, so that a request which arrives after
+        the end of its own work takes nothing.
         """
         if self.replace is None:
             return False
         is_own = record.token == self.token
-        # Of a place it may have been granted already: see `in_the_way`.
+        # With permits, the token may have its place already: see `in_the_way`.
         is_meant = record.token == self.replace or (self.shared and is_own)
         return is_meant and not (is_own and record.is_settled)
 
     def record(self, fence: int, now: datetime, before: Iterable[Record] = ()) -> Record:
-        """Return what the store keeps where the key is granted with this fence.
+        """Return the record to store if the key is granted with this fence.
 
         Args:
-            before: What goes for it. A request to stop stays where the holder does, and where the
-                lease is handed over, which settles it first. Whoever takes it from a dead holder
-                was not asked.
+            before: The records that it replaces. A request to stop is passed on if the holder is
+                the same, and if the lease is handed over, which settles it first. It is not passed
+                on to whoever takes the key over from a dead holder.
         """
         expires_at, free_at = lease_ends(now, self.ttl)
         made = Record(
@@ -163,24 +163,24 @@ class Attempt:
         return made
 
     def grant(self, fence: int, now: datetime, expires_at: datetime | None) -> Grant:
-        """Return the answer then."""
+        """Return the answer if the key is granted."""
         shared = self.permits != 1
         return Grant(self.key, self.token, fence, self.ttl, now, expires_at, shared=shared)
 
 
 @dataclass(frozen=True, slots=True)
 class Contended:
-    """The key was not granted. Any field may be None when busy.
+    """The key was not granted. If busy, any other field may be None.
 
     Attributes:
-        acquired_at: Since when, by the store's clock.
-        expires_at: Until when, if nobody extends; None: no expiry.
-        free_at: From when on it may be granted to somebody else; None: no expiry.
-        observed_at: The store's clock when it looked. Only the difference between two times of
-            one store means anything to a client whose own clock may be wrong.
-        busy: No answer within the bound: a transaction holds a row that decides. The waiters'
-            flag could not be set, and a holder may not be known.
-        guarded: A guarded transaction of a lease that is over keeps the key.
+        acquired_at: When the holder was granted the key, by the store's clock.
+        expires_at: When its lease ends unless it is extended; None: no expiry.
+        free_at: When the key may be granted to somebody else; None: no expiry.
+        observed_at: The store's clock at the attempt. A client should use only differences of the
+            store's times, because its own clock may be wrong.
+        busy: A transaction has locked a row, and the bound passed. The grant in the way could not
+            be marked, and the holder may be unknown.
+        guarded: A guarded transaction, whose lease is over, keeps the key.
     """
 
     holder: Holder | None = None
@@ -195,43 +195,43 @@ class Contended:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether it says nothing about the key: somebody is in the way, and may be a stranger."""
+        """Whether it says nothing about the key: any transaction may have locked a row."""
         return self.busy and self.fence is None and not self.guarded
 
     @property
     def settled(self) -> bool:
-        """Whether the holder is done, and the key is kept behind its run on purpose."""
+        """Whether the holder has released the key, which stays taken for its window."""
         return self.expires_at is not None and self.expires_at == self.free_at
 
     @property
     def held_for(self) -> float | None:
-        """Seconds since the grant, as the store saw it."""
+        """Seconds since the grant, by the store's clock."""
         return _between(self.acquired_at, self.observed_at)
 
     @property
     def expires_in(self) -> float | None:
-        """Seconds until the lease ends, as the store saw it; None: unknown, or no expiry."""
+        """Seconds until the lease ends, by the store's clock; None: unknown, or no expiry."""
         return _between(self.observed_at, self.expires_at)
 
     @property
     def free_in(self) -> float | None:
-        """Seconds until the key is free, as the store saw it; None: unknown, or no expiry."""
+        """Seconds until the key is free, by the store's clock; None: unknown, or no expiry."""
         return _between(self.observed_at, self.free_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysAsked:
-    """What a transaction of the caller's asks for: keys that it keeps until it ends.
+    """A request to lock keys until the caller's transaction ends.
 
     Attributes:
-        keys: In the order in which they are locked, and whether each of them is shared.
-        tokens: Leases with these are in nobody's way: the caller holds them.
+        keys: The keys in the order of locking, and whether each is shared.
+        tokens: The tokens of the caller's own leases, which are not in the way.
         using: The alias of the connection with the transaction.
         bound: Seconds to wait for other transactions at most.
-        keep: Keep what was locked where a lease is in the way: nobody else is granted the keys
-            until the savepoint around the call is rolled back.
-        stays: Takes the keys that are locked and not given up before the transaction ends, also
-            where not all of them were to be had.
+        keep: If a lease is in the way, keep the other keys locked until the savepoint around the
+            call is rolled back.
+        stays: Collects the keys that stay locked until the transaction ends, even if not all keys
+            could be locked.
     """
 
     keys: Mapping[str, bool]
@@ -244,12 +244,12 @@ class KeysAsked:
 
 @dataclass(frozen=True, slots=True)
 class InTheWay:
-    """Why not all of the keys were granted that were asked for together.
+    """The answer to a request for several keys that was refused.
 
     Attributes:
-        key: One that somebody has.
-        answer: Who has it.
-        deadlock: The store found a circle of transactions that wait for each other.
+        key: A key that is not available.
+        answer: The reason, such as its holder.
+        deadlock: Whether the store found a deadlock.
     """
 
     key: str
@@ -260,7 +260,7 @@ class InTheWay:
 def all_or_none(
     answers: Iterable[Grant | Contended], attempts: Iterable[Attempt]
 ) -> list[Grant] | InTheWay:
-    """Return the grants of keys that were asked for together, or the first that was none."""
+    """Return the grants of all keys, or the first refusal."""
     granted: list[Grant] = []
     for answer, attempt in zip(answers, attempts, strict=True):
         if isinstance(answer, Contended):
@@ -271,13 +271,13 @@ def all_or_none(
 
 @dataclass(frozen=True, slots=True)
 class KeptKey:
-    """A key that a transaction has locked, or waits for, for people to see.
+    """A key that a transaction has locked or waits for, to be shown to people.
 
     Attributes:
-        key: "": the store knows its number alone.
-        number: What the server calls it.
-        waits: Whether the transaction waits for it; False: it has it.
-        since: When it began to wait, or when the transaction began, by the store's clock.
+        key: The key; "" if only its number is known.
+        number: The number of the advisory lock.
+        waits: Whether the transaction waits for it; False: it has locked it.
+        since: When the wait began, or the transaction, by the store's clock.
     """
 
     key: str
@@ -293,12 +293,12 @@ class Record:
     """What a store keeps about a held key.
 
     Attributes:
-        token: That of the grant. A bearer secret, so that no record can be pickled.
+        token: That of the grant. It is a bearer secret, so a record cannot be pickled.
         ttl: Seconds that the last grant or extend gave; None: no expiry.
-        free_at: `expires_at` plus the grace; equal to it once settled; later where the lease was
-            shortened, because its holder was promised that much; None: no expiry.
-        renewed_until: When a shortened lease ends, however often it is renewed.
-        wanted: A waiter of this grant sleeps, and its end must wake it.
+        free_at: `expires_at` plus the grace; equal to `expires_at` once settled; later if an
+            operator shortened the lease, because its holder relies on the old end; None: no expiry.
+        renewed_until: When a shortened lease ends, even if it is renewed.
+        wanted: A waiter sleeps until this grant ends, and must be woken then.
         shared: Others may hold the key at the same time.
     """
 
@@ -322,7 +322,7 @@ class Record:
 
     @property
     def grant(self) -> Grant:
-        """What it takes to extend or release what somebody else has acquired."""
+        """A grant with which this lease can be extended or released."""
         return Grant(
             self.key, self.token, self.fence, self.ttl, self.acquired_at, self.expires_at,
             shared=self.shared,
@@ -334,34 +334,34 @@ class Record:
         return f"{self.fence:015d}"
 
     def is_live(self, now: datetime) -> bool:
-        """Whether nobody else may be granted the key: the one predicate, everywhere."""
+        """Whether nobody else may be granted the key. All backends use this rule."""
         return self.free_at is None or now < self.free_at
 
     @property
     def is_settled(self) -> bool:
-        """Whether its holder is done with it: the key stays taken, the token is spent."""
+        """Whether it was released, but the key stays taken for its window."""
         return self.free_at is not None and self.free_at == self.expires_at
 
     def is_seen(self, fence: int | None) -> bool:
-        """Whether it is the grant of this fence (None: of any), which somebody has looked at."""
+        """Whether it is the grant with this fence, which an operator has seen; None: any."""
         return fence is None or self.fence == fence
 
     def is_expired(self, now: datetime) -> bool:
-        """Whether it ended by its time, and its holder has not given it back."""
+        """Whether its lease has expired without a release."""
         return self.expires_at is not None and self.expires_at <= now and not self.is_settled
 
     def is_owned(self, token: str | None, now: datetime) -> bool:
-        """Whether this token (None: any) holds the key and may extend or release it."""
+        """Whether this token (None: any) holds the key, and may extend or release it."""
         if token is None:
             return self.is_live(now)
         return self.token == token and self.is_live(now) and not self.is_settled
 
     def asked_to_stop(self, now: datetime, within: float | None) -> Record:
-        """Return the record of a holder that is asked to stop.
+        """Return the record after a request to stop.
 
         Args:
-            within: Seconds for which it is renewed at the most; they never get more. Until the
-                holder knows of the new end, the old one stands for it. None: as long as it was.
+            within: Seconds after which renewals end; a later request cannot make them more. The old
+                end still counts until the holder has learned of the new one. None: no limit.
         """
         asked_at = self.stop_requested_at or now
         if within is None:
@@ -380,7 +380,7 @@ class Record:
         )
 
     def extended(self, now: datetime, ttl: float | None) -> Record | None:
-        """Return the record of a live lease with another ttl; None: it is renewed no more."""
+        """Return the record of a live lease after an extend; None: its renewals have ended."""
         expires_at, free_at = lease_ends(now, ttl)
         if self.renewed_until is not None:
             if self.renewed_until <= now:
@@ -389,12 +389,12 @@ class Record:
         return replace(self, ttl=ttl, renewed_at=now, expires_at=expires_at, free_at=free_at)
 
     def renewal(self, grant: Grant, ttl: float | None, now: datetime) -> Grant:
-        """Return the answer to an extend of its lease."""
+        """Return the answer to an extend of this lease."""
         expires_at, stops = lease_ends(now, ttl)[0], self.stop_requested_at is not None
         return grant.renewed(ttl, self.fence, self.acquired_at, expires_at, stops)
 
     def contended(self, now: datetime, *, busy: bool = False, paused: bool = False) -> Contended:
-        """Return what a caller who is not granted the key gets to know."""
+        """Return the answer to a caller that is refused because of this record."""
         return Contended(
             holder=self.holder,
             fence=self.fence,
@@ -409,12 +409,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Somebody who waits for a key, for people to see: no decision rests on it.
+    """A waiter for a key, to be shown to people. No decision depends on it.
 
     Attributes:
-        since: When it was noted, by the store's clock.
-        until: When the note ends by itself, if its waiter died.
-        is_woken: Whether wake-ups came at that time; False: it polls.
+        since: When the waiter was noted, by the store's clock.
+        until: When the note expires unless it is renewed.
+        is_woken: Whether the waiter is woken; False: it polls.
     """
 
     holder: Holder
@@ -424,7 +424,7 @@ class Waiting:
 
     @property
     def is_retrying(self) -> bool:
-        """Whether it is a task that was queued again, and is tried again later."""
+        """Whether it is a task that was queued again for another try."""
         return self.holder.is_queued
 
 
@@ -433,8 +433,8 @@ class Waits:
     """How many wait for a key.
 
     Attributes:
-        waiting: Callers that wait right now, each in its process.
-        retrying: Tasks that were queued again, and are tried again later.
+        waiting: Callers that wait right now, in some process.
+        retrying: Tasks that were queued again for another try.
     """
 
     waiting: int = 0
@@ -442,7 +442,7 @@ class Waits:
 
     @classmethod
     def of(cls, waiters: Sequence[Waiting]) -> Waits:
-        """Count them."""
+        """Count waiters."""
         retrying = sum(each.is_retrying for each in waiters)
         return cls(len(waiters) - retrying, retrying)
 
@@ -454,12 +454,12 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """What a store keeps about a key whether anybody holds it or not.
+    """What a store keeps about a key, even while nobody holds it.
 
     Attributes:
         fence: That of the last grant, or above it; 0: the key was never granted.
-        paused_until: Until when the key is granted to nobody; None: it is not paused now.
-        paused_by: Who wanted it so.
+        paused_until: When the pause of the key ends; None: it is not paused.
+        paused_by: Who paused it.
     """
 
     fence: int
@@ -469,14 +469,14 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A record that somebody else has written to: its key may be taken, nobody knows by whom."""
+    """A record that another program has changed: the key may be taken, by an unknown holder."""
 
     key: str
     error: LockError
 
     @classmethod
     def of(cls, key: str, error: Exception) -> Unreadable:
-        """Say of which key it is, and what is wrong."""
+        """Describe the record of a key, and what is wrong with it."""
         text = f"The record of {key!r} cannot be read. Another program has changed it: {error!r}."
         return cls(key, LockError(text, key=key))
 
@@ -488,7 +488,7 @@ class Page:
     Attributes:
         records: Live records, in the order of their storage keys.
         cursor: Where the next page starts; None: this was the last one.
-        unreadable: Records among these that cannot be read.
+        unreadable: Records on this page that cannot be read.
     """
 
     records: tuple[Record, ...]
@@ -506,7 +506,7 @@ class Page:
         task_id: str | None,
         limit: int,
     ) -> Page:
-        """Return a page of these, which are all: see `BaseLockBackend.list`."""
+        """Return a page of all records: see `BaseLockBackend.list`."""
         shown = [
             name for name, each in sorted(found.items(), key=itemgetter(0))
             if (cursor is None or name > cursor)
@@ -518,12 +518,12 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What became of fence counters that were to be raised.
+    """The result of raising fence counters.
 
     Attributes:
-        raised: How many were.
-        left: Keys whose counters are still lower: held by somebody, or with a counter that is
-            locked, or spoiled.
+        raised: How many were raised.
+        left: Keys whose counters are still lower: the key is held, or the counter is locked or
+            spoiled.
         cursor: Where the next page starts; None: this was the last one.
     """
 
@@ -542,7 +542,7 @@ def lease_ends(now: datetime, ttl: float | None) -> tuple[datetime | None, datet
 
 @lru_cache(maxsize=128)
 def _span(ttl: float) -> timedelta:
-    # Slower than all the rest of `lease_ends`, and a project has few ttls.
+    # Cached, because this is the slowest part of `lease_ends`, and a project has few ttls.
     return timedelta(seconds=ttl)
 
 

@@ -1,4 +1,4 @@
-"""When a lease is renewed, and when its renewals are given up. Without clock and store."""
+"""When to renew a lease, and when to give up. Without a clock or a store."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from .durations import MIN_TTL
 
-#: Renewals in a row without an answer, after which a lease counts as lost.
+#: After so many renewals in a row without an answer, a lease counts as lost.
 MOST_FAILURES = 3
 
-#: What part of a ttl is left when the holder is warned, unless it says when.
+#: The default part of the ttl that is left when the holder is warned.
 DANGER_PART = 0.25
 
 
@@ -20,7 +20,7 @@ class Renewing:
 
     Attributes:
         part: The part of the ttl between two renewals.
-        ends_at: Until when it is renewed at all.
+        ends_at: When renewing ends.
         due_at: When the next renewal is due.
         failures: How many in a row got no answer.
     """
@@ -32,13 +32,13 @@ class Renewing:
     failures: int = 0
 
     def renewed(self, sent_at: float, ttl: float | None) -> None:
-        """Count from a grant or an extend that was asked for at `sent_at`."""
+        """Schedule the next renewal after a grant or an extend that was sent at `sent_at`."""
         self.failures = 0
         self.interval = math.inf if ttl is None else ttl * self.part
         self.due_at = sent_at + self.interval
 
     def failed(self, now: float) -> bool:
-        """Count a renewal without answer; return whether that was one too many."""
+        """Count a renewal without an answer; return whether to give up."""
         self.failures += 1
         self.due_at = now + self.interval
         return self.failures >= MOST_FAILURES
@@ -47,12 +47,12 @@ class Renewing:
         """Whether to renew now.
 
         Args:
-            early: Also within half of the interval before, unless the last one failed: failures
-                that come sooner would end a lease before its time.
+            early: Also within half of the interval before, unless the last one failed: quicker
+                failures would give a lease up too early.
         """
         return self.due_at - now <= (self.interval / 2 if early and not self.failures else 0)
 
     def ttl(self, now: float, ttl: float) -> float | None:
-        """Return for how long to renew now; None: the lease has had its time."""
+        """Return the ttl to ask for now; None: renewing has ended."""
         left = min(ttl, self.ends_at - now)
         return left if left >= MIN_TTL else None

@@ -12,7 +12,7 @@ from .errors import InvalidArgument, shown
 from .pacing import SAFETY_SECONDS
 from .records import Attempt, Contended, Record
 
-#: Seconds for which nobody joins those who share a key behind each question of who waits to hold it
+#: Seconds for which nobody joins those who share a key after each question of who waits to hold it
 #: alone: such a waiter asks again before.
 DOOR_SECONDS: Final = SAFETY_SECONDS + 1.0
 

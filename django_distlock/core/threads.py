@@ -1,7 +1,4 @@
-"""Threads that a signal's exception neither leaves half started nor is lost in.
-
-Also the loop of those that wait for times, of which each process has a few.
-"""
+"""Events, timers and thread starts that an exception of a signal's handler cannot break."""
 
 from __future__ import annotations
 
@@ -22,52 +19,53 @@ T = TypeVar("T")
 
 
 class Bell:
-    """An event that a signal's exception cannot leave locked.
+    """An event that an exception of a signal's handler cannot leave locked.
 
-    `threading.Event` is Python around a lock: interrupted in `wait`, it may keep the lock, and
-    whoever sets it would hang. A simple queue is C alone.
+    `threading.Event` is Python code around a lock. An exception inside `wait` may leave that lock
+    taken, so that `set` hangs. A `SimpleQueue` is pure C.
     """
 
     __slots__ = ("_rung", "put")
 
     def __init__(self) -> None:
         self._rung: SimpleQueue[object] = SimpleQueue()
-        #: Rings it, without any Python: as the callback of a weak reference, which it takes.
+        #: Rings it without Python code, also as the callback of a weak reference.
         self.put = self._rung.put
 
     @property
     def is_rung(self) -> bool:
-        """Whether somebody has rung it since it was cleared."""
+        """Whether it was rung since it was cleared."""
         return not self._rung.empty()
 
     def ring(self) -> bool:
-        """Wake everybody, one after the other, and let nobody wait from now on; always True."""
+        """Wake all waiters, one after the other; until `clear`, nobody waits. Always True."""
         if not self.is_rung:
             self._rung.put(None)
         return True
 
     def clear(self) -> None:
-        """Let the next ones wait."""
+        """Let later calls of `wait` block again."""
         while not self._rung.empty():
             with suppress(Empty):
                 self._rung.get_nowait()
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is rung, for so many seconds at most."""
-        # Taken out and put back by one call of C: between two, a signal would let it fall silent.
+        """Wait until it is rung, `seconds` at most."""
+        # One call of C gets the item and puts it back. Between two calls, a signal's exception
+        # could lose the item.
         with suppress(Empty):
             next(map(self.put, map(self._rung.get, (True,), (max(0.0, seconds),))))
 
 
 class TimerThread(ABC, Generic[T]):
-    """Does what is due, in a thread of its own, which lives while there is anything.
+    """Does what is due for each of its leases, in a thread that runs while there are any.
 
-    A child that was forked begins anew: what is due to its parent is the parent's.
+    A forked child starts without the leases of its parent.
     """
 
-    #: Seconds that the thread stays when there is nothing to do: leases come and go quickly.
+    #: Seconds that the thread lives on without leases, because leases come and go quickly.
     linger = 10.0
-    #: Seconds of one wait at most.
+    #: The longest wait, in seconds.
     longest_wait = 10.0
 
     def __init__(self, name: str, due: Callable[[T], float], clock: Callable[[], float]):
@@ -77,29 +75,29 @@ class TimerThread(ABC, Generic[T]):
         self.forget()
 
     def forget(self) -> None:
-        """Have nothing to do, and no thread."""
+        """Forget all leases and the thread."""
         self._pid = os.getpid()
-        # Entered by itself: `Condition.__enter__` is Python, where a signal's exception leaks it.
+        # Entered directly: an exception inside `Condition.__enter__`, which is Python code, could
+        # leave it locked.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
         self._leases: dict[T, None] = {}
         self._thread: threading.Thread | None = None
-        # When the thread looks next; infinite: nobody knows yet, it looks what there is, or is not
-        # there.
+        # When the thread looks next; infinite: it is looking right now, or there is no thread.
         self._looks_at = math.inf
 
     def add(self, lease: T) -> None:
-        """See to a lease from now on; again, when it may have become due sooner."""
+        """Add a lease; call this again when it may have become due sooner."""
         if self._pid != os.getpid():
-            self.forget()  # Not everybody who forks tells Python of it: uWSGI does not.
+            self.forget()  # Some programs fork without telling Python: uWSGI.
         self._leases[lease] = None
-        # In this order: the thread looks at what there is when it has said that it is about to, and
-        # once more behind its end.
+        # In this order: the thread sets `_looks_at` to infinity before it looks at the leases, and
+        # when it ends.
         if self._thread is not None and self._due(lease) >= self._looks_at:
             return
         with self._mutex:
             if self._thread is None or not self._thread.is_alive():
-                # Kept before it starts: a signal's handler may raise behind that.
+                # Stored before it starts, because a signal's handler may raise after that.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._looks_at = math.inf
                 start_thread(self._thread)
@@ -107,21 +105,21 @@ class TimerThread(ABC, Generic[T]):
                 self._changed.notify()
 
     def discard(self, lease: T) -> None:
-        """See to a lease no more."""
+        """Remove a lease."""
         self._leases.pop(lease, None)
 
     def all(self) -> list[T]:
-        """Return what is seen to."""
-        # Copied in one step: other threads go on taking leases.
+        """Return all leases."""
+        # Copied in one step, because other threads add leases meanwhile.
         return list(self._leases)
 
     def look(self) -> None:
-        """Let the thread look at the clock now: it was set."""
+        """Let the thread look at the clock now, because that was set."""
         with self._mutex:
             self._changed.notify()
 
     def end_idle(self) -> None:
-        """End the thread, if there is nothing to do, instead of letting it linger."""
+        """End the thread now if there are no leases."""
         with self._mutex:
             thread = self._thread
             if self._leases or not self._retires():
@@ -131,15 +129,15 @@ class TimerThread(ABC, Generic[T]):
             thread.join(MAX_BOUND)
 
     def _retires(self) -> bool:
-        """Have no thread from now on, unless there is something to do after all."""
+        """Let the thread end, unless there are leases after all."""
         thread, self._thread = self._thread, None
         if self._leases:
-            self._thread = thread  # It came meanwhile, and found the thread there.
+            self._thread = thread  # A lease was added meanwhile, which relies on the thread.
         return not self._leases
 
     @abstractmethod
     def _look(self, now: float, due: float) -> None:
-        """Do what is due, from `due` on; behind `now` the thread may have slept."""
+        """Do what is due at `due` or before; the thread may have slept since `now`."""
 
     def _begin(self) -> None:
         """Prepare the thread."""
@@ -156,7 +154,7 @@ class TimerThread(ABC, Generic[T]):
         while True:
             with self._mutex:
                 if self._thread is not threading.current_thread():
-                    return  # Another one was started in its place.
+                    return  # Another thread has replaced this one.
                 self._looks_at = math.inf
                 now = self._clock()
                 if self._leases:
@@ -172,14 +170,14 @@ class TimerThread(ABC, Generic[T]):
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread, or not, whatever the handler of a signal raises meanwhile.
+    """Start a thread, even if the handler of a signal raises meanwhile.
 
-    `Thread.start()` is Python around a dictionary and an event: an exception in its midst becomes
-    a `KeyError` or a `RuntimeError` of theirs. Handlers run in the main thread alone, so another
-    one starts it, and is itself started by one call of C.
+    `Thread.start()` is Python code around a dictionary and an event. An exception inside it would
+    turn into a `KeyError` or `RuntimeError` of theirs. Signals' handlers run only in the main
+    thread, so a helper thread calls it, which one call of C starts.
 
     Raises:
-        RuntimeError: There are too many threads, or the interpreter ends.
+        RuntimeError: There are too many threads, or the interpreter is exiting.
     """
     if threading.current_thread() is not threading.main_thread():
         thread.start()
@@ -202,13 +200,13 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def in_child(call: Callable[[], object]) -> None:
-    """Have a forked child call this first: the threads, and what they did, are its parent's."""
+    """Call this in forked children, to forget the threads of the parent."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=call)
 
 
 def begun(work: Callable[[], T], name: str) -> Future[T]:
-    """Begin some work that may hang, in a thread that ends with the process at the latest."""
+    """Start work that may hang, in a daemon thread."""
     done: Future[T] = Future()
 
     def run() -> None:

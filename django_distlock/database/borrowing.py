@@ -1,10 +1,10 @@
-"""The block in which a lock statement has a connection, and what becomes of that.
+"""Lend connections to lock statements, and take them back.
 
-A signal's handler may raise between any two steps of this, also where a block ends. So nothing of
-the caller's is changed, which would have to be put back: a statement that commits by itself may run
-on the thread's connection, and whatever needs a transaction has a connection of our own, under an
-alias of its own. Who borrows one is told by an object that lives as long as the block does. When it
-has gone, and the connection was not given back, that is closed by another thread.
+A signal's handler may raise between any two steps, also at the end of a block. So nothing of the
+caller's is changed that would have to be restored. A statement that commits by itself may run on
+the thread's own connection; a transaction runs on a connection of this package, under an alias of
+its own. An object that lives as long as the block stands for the borrower. If it dies before the
+connection was given back, another thread closes the connection.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from .connections import (
     refuse_self_block,
 )
 
-#: Seconds that a server may be silent beyond what a statement may wait for the locks of others.
+#: Seconds that a server may be silent, in addition to the time for locks of others.
 ANSWER_SECONDS = 2.0
 
 #: The same for a statement about very many rows.
 LONG_SECONDS = 30.0
 
-#: Seconds for which statements are looked at behind the last one.
+#: Seconds that the sweeper stays awake after the last statement.
 LINGER_SECONDS = 2.0
 
-#: Seconds between two looks at statements that are under way.
+#: Seconds between two looks at statements in progress.
 TICK_SECONDS = 0.25
 
-#: Seconds after which whoever waits for a connection looks by himself: who was woken in his place
-#: may have been interrupted.
+#: Seconds between two looks of a thread that waits for a connection: the one that was woken may
+#: have been interrupted.
 LOOK_SECONDS = 0.1
 
 
-#: What tells a connection of ours of a server that is not there, where the project says nothing.
+#: Default options that make a connection of this package notice a dead server.
 _BOUNDS: Mapping[str, dict[str, Any]] = {
     "postgresql": {**KEEPALIVES, "connect_timeout": CONNECT_SECONDS},
     "mysql": {"connect_timeout": CONNECT_SECONDS},
@@ -77,14 +77,14 @@ _BOUNDS: Mapping[str, dict[str, Any]] = {
 
 
 class NoConnectionFree(Exception):
-    """All of our connections stayed in use for as long as the caller could wait."""
+    """All connections of this package were in use for as long as the caller could wait."""
 
 
 class _Leaving:
-    """`__exit__` of a block, which tells also of the end that is never called.
+    """A descriptor for `__exit__` that notices if the block ends without calling it.
 
-    Python takes it from here before it calls `__enter__`, and keeps it for as long as the block is
-    open, where no frame of a traceback refers to it.
+    Python looks `__exit__` up before it calls `__enter__`, and keeps the result on its stack while
+    the block is open. No traceback refers to it there: see `locks.blocks.Leaving`.
     """
 
     def __get__(self, use: Use, owner: type[Use]) -> Callable[..., None]:
@@ -95,23 +95,23 @@ class _Leaving:
 
 
 class Use:
-    """A block in which a statement is run. It gives the alias to run it on.
+    """A block in which a statement runs. It gives the alias to use.
 
     Args:
-        bound: Seconds that a statement may wait for a lock of SQLite's; PostgreSQL is told with
-            the statement.
-        single: Whether it is one statement, which commits by itself.
-        patience: Seconds without an answer to a statement after which the connection is cut.
+        bound: Seconds that a statement may wait for a lock of SQLite. PostgreSQL gets its bound
+            with the statement.
+        single: Whether it is one statement that commits by itself.
+        patience: Seconds without an answer after which the connection is cut.
 
     Attributes:
-        was_cut: Whether it was.
-        silent_for: Seconds without an answer after which it was.
-        sweeper: What cuts it, and gets to know that it was left without a word.
+        was_cut: Whether the connection was cut.
+        silent_for: The seconds without an answer before that.
+        sweeper: Cuts the connection, and closes it if the block ends without `__exit__`.
 
     Raises:
         BackendUnavailable: The time of the call is over.
-        LockUsageError: SQLite, and this thread's own transaction is in the way of writing.
-        NoConnectionFree: All of ours were in use for a second.
+        LockUsageError: On SQLite, this thread's own transaction blocks every other writer.
+        NoConnectionFree: All connections were in use for a second.
     """
 
     sweeper: _Sweeper
@@ -123,7 +123,7 @@ class Use:
         self.was_cut = False
         self.until = self._since = math.inf
         self._patience = patience
-        # Asked here: another thread looks whether it has come.
+        # Asked for here, because the thread that compares it has another context.
         self._end = budgets.end()
         self._is_watched = False
         self.reference: weakref.ref[Any] | None = None
@@ -144,7 +144,7 @@ class Use:
         template = connections[pool.alias]
         if template.vendor != "sqlite":
             leave_to_parent(template)
-        # An exclusive transaction of SQLite lets no other connection read, so it is asked itself.
+        # An exclusive transaction of SQLite lets no other connection read, so it is used itself.
         if (in_test_case(template) and not pool.apart) or (
             not self._writes and has_the_file(template)
         ):
@@ -156,7 +156,7 @@ class Use:
         if self._writes:
             refuse_self_block(template)
         own = self._own = pool.take(template, self.reference)
-        # The ORM finds its connection by alias. This one is in no settings, and in no other thread.
+        # The ORM finds connections by alias. This alias is not in the settings or another thread.
         connections[own.name] = own.connection
         own.use = self
         if own.connection.connection is None:
@@ -173,7 +173,7 @@ class Use:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        """Give the connection back. An error that broke it ends it."""
+        """Give the connection back, or close it if an error has broken it."""
         if self._own is not None:
             with suppress(AttributeError):
                 del connections[self._own.name]
@@ -191,40 +191,40 @@ class Use:
         self.reference = None
 
     def begin_statement(self, more: float = 0.0) -> None:
-        """Wait for its answer from now on, and for so many seconds more than for others."""
+        """Start to wait for an answer; `more`: additional seconds for this statement."""
         self._since = time.monotonic()
         self.until = min(self._since + self._patience + more, self._end)
 
     def cut(self) -> None:
-        """Let the statement fail that gets no answer. In another thread, while it waits."""
+        """Make a statement without an answer fail. Called in another thread."""
         own, lent = self._own, self._lent
         connection = lent if own is None else own.connection
         if connection is None or connection.connection is None:
-            # It connects, for which the driver has a bound.
+            # It is connecting, for which the driver has a bound.
             self.begin_statement()
         elif _sweeping().watched.pop(self, None) is not None:
             self.silent_for = time.monotonic() - self._since
             if own is not None:
-                # Else the end of its transaction would open it anew, and wait once more.
+                # Otherwise the end of its transaction would connect again, and wait once more.
                 connection.connect = _stay_closed  # type: ignore[method-assign]
             cut(connection)
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it was left without a word."""
+        """Whether the block has ended without `__exit__`."""
         reference = self.reference
         return reference is None or reference() is None
 
     def _may_lend(self, template: BaseDatabaseWrapper) -> bool:
-        """Whether the thread's connection may be used, with a new session where its own is over.
+        """Whether the thread's connection may be used; one whose session is over is reopened.
 
-        Whatever the caller has set on that has gone with it, and nothing was sent on it.
+        That loses nothing, because the caller's settings have ended with the session.
         """
         until = min(self._end, time.monotonic() + MAX_BOUND)
         while self._is_free(template):
             if not _has_ended(template):
                 return True
-            # A word of the server may be a notification, on a session that lives.
+            # Unread data may be a notification, on a session that lives.
             self._lent = template
             self._watch(template)
             lives = _lives(template)
@@ -232,14 +232,14 @@ class Use:
             self._lent, self.was_cut = None, False
             if lives or time.monotonic() >= until:
                 return True
-            # A pool of the project's may give another one that is over.
+            # The project's pool may return another connection whose session is over.
             template.close()
         return False
 
     def _is_free(self, template: BaseDatabaseWrapper) -> bool:
         if not self._single or template.connection is not None or template.in_atomic_block:
             return is_free(template, single=self._single)
-        # It is opened, which takes several answers.
+        # Opening it takes several round trips.
         self._lent = template
         self._watch(template)
         try:
@@ -265,7 +265,7 @@ class Use:
             if connection.connection is None:
                 own.bound = None
                 if connection.vendor == "sqlite":
-                    # Statements that the project runs at the opening may wait for a writer, too.
+                    # Statements of the project at the opening may wait for a writer as well.
                     connection.settings_dict["OPTIONS"]["timeout"] = self._writer_seconds()
                 connection.ensure_connection()
                 own.file = _file_of(connection)
@@ -277,7 +277,7 @@ class Use:
             else:
                 return
             if bound != own.bound:
-                # Past Django, whose cursors take more time than this does.
+                # Without Django's cursor, which takes more time than the statement.
                 with connection.wrap_database_errors:
                     connection.connection.cursor().execute(bound)
                 own.bound = bound
@@ -290,14 +290,14 @@ class Use:
 
 
 class Own:
-    """A connection of our own.
+    """A connection of this package.
 
     Attributes:
         name: The alias under which its borrower finds it.
-        user: Tells whether its borrower is still there; None: nobody uses it.
-        is_counted: Whether its present use takes one of the places.
-        bound: What the session was told last of how long to wait for others.
-        file: Which one of SQLite's it is open on.
+        user: Returns None once the borrower is gone; None: nobody uses the connection.
+        is_counted: Whether its present use counts for the limit.
+        bound: The bound that the session was given last.
+        file: The id of the SQLite file that it has open.
     """
 
     bound: str | None = None
@@ -316,7 +316,7 @@ class Own:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether who has borrowed it is gone: nobody knows what its next answer would be."""
+        """Whether its borrower is gone, so that an answer may still be on its way."""
         user = self.user
         return user is not None and user() is None
 
@@ -327,14 +327,14 @@ class Own:
 
     @property
     def takes_place(self) -> bool:
-        """Whether another borrower may have to wait for its end."""
+        """Whether it is in use and counts for the limit."""
         return self.is_counted and self.user is not None and not self.is_abandoned
 
     @property
     def has_ended(self) -> bool:
-        """Whether its session is over, or others have opened another file in the place of its own.
+        """Whether its session is over, or its SQLite file was replaced.
 
-        Who has replaced a file, such as by a backup, has not ended what is open on it.
+        Replacing a file, such as by a backup, does not end the connections to the old one.
         """
         file = _file_of(self.connection)
         return _has_ended(self.connection) or (file is not None and file != self.file)
@@ -346,14 +346,14 @@ class Own:
 
 
 def _standstill_of(connection: Any) -> str:
-    # PostgreSQL is told with each transaction. MySQL ends what idles, in a transaction or not: ours
-    # idle for shorter, or are seen to have ended.
+    # PostgreSQL gets this with each transaction. MySQL ends idle sessions; those of this package
+    # are closed sooner, or are seen to have ended.
     if connection.mysql_is_mariadb:
         idle = f"idle_transaction_timeout = {math.ceil(MAX_STANDSTILL)}"
     else:
         idle = f"wait_timeout = {math.ceil(settings.IDLE_SECONDS + 2 * MAX_STANDSTILL)}"
-    # A server or a project may limit what is selected, and so hide who shares a key; or speak
-    # another dialect, as that of Oracle.
+    # A server or project may limit the rows of a SELECT, which would hide some who share a key, or
+    # use another dialect, such as Oracle's.
     mode = "SESSION sql_mode = 'STRICT_ALL_TABLES'"
     return f"SET SESSION {idle}, SESSION sql_select_limit = {2**64 - 1}, {mode}"
 
@@ -363,16 +363,16 @@ def _stay_closed() -> None:
 
 
 def _nobody() -> None:
-    """Be the user of a connection that is to be closed."""
+    """Stand for the user of a connection that is to be closed."""
 
 
 class LockConnections:
     """The connections of one alias in one process.
 
     Args:
-        limit: How many connections of our own at most, beside those that keep leases.
-        apart: Stay outside of the transaction of a `TestCase` too: somebody else's sessions have
-            to see what is written.
+        limit: How many connections of this package there are at most, besides the heartbeat's.
+        apart: Stay outside the transaction of a `TestCase`, because other sessions have to see the
+            rows.
     """
 
     def __init__(self, alias: str, limit: int, *, apart: bool = False):
@@ -383,13 +383,13 @@ class LockConnections:
         close_before_drop(self)
 
     def _begin(self) -> None:
-        # A C lock: who is interrupted in its block leaves it unlocked.
+        # A lock in C: an interruption in its block leaves it unlocked.
         self._mutex = threading.Lock()
         self._every: list[Own] = []
         self._freed: SimpleQueue[None] = SimpleQueue()
-        #: Who waits for a connection, and what wakes them.
+        #: Those who wait for a connection, and the queues that wake them.
         self._waiting: list[tuple[Any, SimpleQueue[None]]] = []
-        #: The driver's connections of threads that have borrowed: ours end with them.
+        #: The driver's connections of the threads that have borrowed. Ours are closed with them.
         self._followed: list[weakref.ref[Any]] = []
         self._pid = os.getpid()
 
@@ -406,20 +406,20 @@ class LockConnections:
         return Use(self, bound=bound, writes=writes, single=single, patience=seconds)
 
     def prepare(self) -> None:
-        """Find out what has to be known before a connection is borrowed."""
+        """Find out what is needed before a connection is borrowed."""
 
     def has_moved(self, error: BaseException) -> bool:
         """Whether a new session may reach another server, which accepts writes."""
         return False
 
     def take(self, template: BaseDatabaseWrapper, user: Any) -> Own:
-        """Lend a connection of ours, for as long as `user` lives; or raise `NoConnectionFree`."""
+        """Lend a connection while `user` lives; or raise `NoConnectionFree`."""
         if self._pid != os.getpid():
             for each in self._every:
                 keep_inherited(each.connection)
             self._begin()
-        # A place in our own queue is not contention: it is waited for also with a bound of 0.
-        # Whoever waits goes first: under many threads one would wait in vain.
+        # Waiting for a connection is not contention, so it happens even with a bound of 0.
+        # First come, first served; otherwise, with many threads, some would wait in vain.
         queue = bool(self._waiting) and not keeps_leases()
         own = None if queue else self._taken(template, user)
         if own is None:
@@ -440,42 +440,42 @@ class LockConnections:
                 with suppress(Empty):
                     bell.get(timeout=min(left, LOOK_SECONDS))
         self._waiting.remove(turn)
-        # There may be one for the next of them, too.
+        # There may be a connection for the next waiter, too.
         self.tell_waiting()
         if own is None:
             raise NoConnectionFree(f"All {self.limit} lock connections of {self.alias!r} in use.")
         return own
 
     def _turns(self) -> list[tuple[Any, SimpleQueue[None]]]:
-        """Return those who wait, the first one first, without who was interrupted."""
+        """Return those who wait, in order, except those who were interrupted."""
         for turn in [each for each in list(self._waiting) if each[0]() is None]:
             with suppress(ValueError):
                 self._waiting.remove(turn)
         return list(self._waiting)
 
     def give_back(self, own: Own, error: BaseException | None, *, usable: bool) -> None:
-        """Keep a connection for the next one, or close it."""
+        """Keep a connection for the next borrower, or close it."""
         if usable:
             own.idle_since = monotonic()
             own.user = None
         else:
             own.user = _nobody
             if isinstance(error, DjangoDatabaseError):
-                # The server went away: those that idled meanwhile are as stale.
+                # If the server is gone, idle connections are broken as well.
                 self._doom_idle()
-            # Not in this thread: Django's objects have finalisers, which lose a signal's exception.
+            # In another thread, because Django's finalisers would lose a signal's exception.
             _sweeping().gone.put(None)
         self.tell_waiting()
 
     def close_idle(self, idle_for: float = 0.0) -> None:
-        """Close the connections that nobody uses right now, and has not for so many seconds."""
+        """Close the connections that were idle for so many seconds."""
         if self._pid != os.getpid():
-            return  # Copied by a fork: a word on their sockets would end the parent's sessions.
+            return  # Copies in a fork: closing them would end the parent's sessions.
         self._doom_idle(idle_for)
         self.sweep()
 
     def close_all(self) -> None:
-        """Close our connections; wait a second for those in use."""
+        """Close all connections, waiting a second for those in use."""
         until = time.monotonic() + MAX_BOUND
         self.close_idle()
         while self._every and self._pid == os.getpid() and time.monotonic() < until:
@@ -493,13 +493,13 @@ class LockConnections:
             self.tell_waiting()
 
     def finish_files(self, until: float) -> None:
-        """Wait until no connection to an SQLite file is in use: until then at the latest."""
+        """Wait until no connection to an SQLite file is in use, or until that time."""
         while any(own.holds_file for own in [*self._every]) and time.monotonic() < until:
             with suppress(Empty):
                 self._freed.get(timeout=LOOK_SECONDS)
 
     def look(self) -> float | None:
-        """Close what nobody needs any more; return when to look again, in seconds; None: never."""
+        """Close unneeded connections; return the seconds until the next look; None: no look."""
         left = [each for each in self._followed if each() is None]
         for each in left:
             self._followed.remove(each)
@@ -525,7 +525,7 @@ class LockConnections:
 
     def _taken(self, template: BaseDatabaseWrapper, user: Any) -> Own | None:
         own = self._chosen(template, user)
-        # Asked when it is taken: who forks looks behind that, or is seen here.
+        # Checked after it was taken: a thread that forks either sees that, or is seen here.
         if own is not None and own.holds_file and _forking:
             own.user = None
             return None
@@ -533,7 +533,7 @@ class LockConnections:
 
     def _chosen(self, template: BaseDatabaseWrapper, user: Any) -> Own | None:
         with self._mutex:
-            # Never counted, but looked at: a place that is lost with its borrower is free.
+            # There is no counter: the place of a borrower that is gone is free by itself.
             counts = not keeps_leases()
             may_be_full = counts and len(self._every) >= self.limit
             if may_be_full and sum(own.takes_place for own in self._every) >= self.limit:
@@ -562,36 +562,36 @@ class LockConnections:
 
     def _made(self, template: BaseDatabaseWrapper, user: Any) -> Own:
         made = own_connection(template, **_BOUNDS.get(template.vendor, {}))
-        # Used by one thread at a time, but not by the same one every time.
+        # One thread at a time uses it, but not always the same one.
         made.inc_thread_sharing()
-        # The first name that none has: what is left in a thread under it is overwritten.
+        # The first free name. A connection that is left under it in a thread is replaced.
         taken = {own.name for own in self._every}
         names = (f"distlock:{self.alias}:{id(self)}:{number}" for number in range(len(taken) + 1))
         return Own(made, next(name for name in names if name not in taken), user)
 
     def tell_waiting(self) -> None:
-        """Wake the first of those who wait for a connection."""
+        """Wake the first one who waits for a connection."""
         for _user, bell in self._turns()[:1] if self._waiting else []:
             bell.put(None)
         if self._freed.empty():
             self._freed.put(None)
 
     def _follow(self, raw: Any) -> None:
-        # When Django closes the thread's connection, its driver's object dies: ours go with it.
-        # By no function of Python's, in which a signal's exception would be lost. Where a driver's
-        # connections take no weak references, as SQLite's, time closes ours.
+        # When Django closes the thread's connection, the driver's object dies, and ours are closed
+        # as well. The callback is not a Python function, which could lose a signal's exception.
+        # SQLite's connections allow no weak references; there ours are closed after some time.
         takes_one = raw is not None and type(raw).__weakrefoffset__ != 0
         if takes_one and all(each() is not raw for each in self._followed):
             self._followed.append(weakref.ref(raw, _sweeping().gone.put))
 
 
 class _Sweeper:
-    """Closes connections that nobody uses any more, in a thread of its own.
+    """Closes unused connections, and cuts silent ones, in a thread of its own.
 
     Attributes:
-        gone: Takes references whose objects have died, from wherever that is, or None.
-        pools: Those with connections.
-        watched: What may not take for ever: the uses of connections, and what is opened.
+        gone: The queue of weak references whose objects have died; None only wakes the thread.
+        pools: The pools with connections.
+        watched: The uses and openings of connections that must end in time.
     """
 
     def __init__(self) -> None:
@@ -599,14 +599,14 @@ class _Sweeper:
         self.gone: SimpleQueue[object] = SimpleQueue()
         self.pools: dict[LockConnections, None] = {}
         self.watched: dict[Use | _Opening, bool] = {}
-        # Until its first look it hears of what is watched by being woken.
+        # While it sleeps, it has to be woken for each new use.
         self._sleeps = True
         self._ticks_until = 0.0
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, unless it runs."""
+        """Start the thread if necessary."""
         if self._thread is not None and self._thread.is_alive():
             return
         with self._starting:
@@ -617,7 +617,7 @@ class _Sweeper:
                 start_thread(self._thread)
 
     def watch(self, use: Use | _Opening) -> None:
-        """Cut what gets no answer in time."""
+        """Watch a use or an opening, and cut it if it gets no answer in time."""
         self.watched[use] = True
         if self._sleeps:
             self._sleeps = False
@@ -629,7 +629,7 @@ class _Sweeper:
             with suppress(Empty):
                 self.gone.get(timeout=seconds)
             seconds = self._look()
-        # Another one was started in its place, which has to hear of what this one took.
+        # Another thread has replaced this one, and may miss what this one has taken.
         self.gone.put(None)
 
     def _look(self) -> float | None:
@@ -641,19 +641,19 @@ class _Sweeper:
                 use.cut()
         found = [pool.look() for pool in list(self.pools)]
         pause = min((each for each in found if each is not None), default=None)
-        # Says so first: whoever comes behind this look wakes it.
+        # Set before the last look, so that later uses wake the thread.
         self._sleeps = True
         if self.watched:
             self._ticks_until = now + LINGER_SECONDS
         if now >= self._ticks_until:
             return pause
-        # It stays awake for a while: to be woken by each statement would cost more than it does.
+        # It stays awake for a while, because waking it for each statement would cost more.
         self._sleeps = False
         return TICK_SECONDS if pause is None else min(pause, TICK_SECONDS)
 
 
 class Opening:
-    """A block in which a connection is opened, which takes several answers, until the call ends."""
+    """A block in which a connection is opened, within the time of the call."""
 
     def __init__(self, cut: Callable[[], None]):
         self._watched = _Opening(self, cut)
@@ -667,7 +667,7 @@ class Opening:
 
 
 class _Opening:
-    """What the sweeper knows of an `Opening`, which it does not keep alive: a signal may end it."""
+    """The part of an `Opening` that the sweeper refers to, so that it does not keep that alive."""
 
     def __init__(self, block: Opening, cut: Callable[[], None]):
         self.until = budgets.end()
@@ -676,11 +676,11 @@ class _Opening:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the block was left without its end."""
+        """Whether the block has ended without `__exit__`."""
         return self._block() is None
 
     def cut(self) -> None:
-        """Let it fail, in another thread."""
+        """Make the opening fail. Called in another thread."""
         if _sweeping().watched.pop(self, None):
             self._cut()
 
@@ -692,10 +692,10 @@ _forking: set[int] = set()
 
 
 def _before_fork() -> None:
-    """Let no fork come amid a transaction of ours on an SQLite file; wait a second for its end.
+    """Before a fork, wait up to a second until no transaction of ours on an SQLite file is open.
 
-    SQLite notes in the process which locks it has on a file. A child would find the file locked
-    for as long as it lives, because nothing in it ends the transaction.
+    SQLite keeps its locks on files in memory of the process. A child would find the file locked for
+    ever, because nothing there ends the transaction.
     """
     if _sweeper.pid == os.getpid():
         _forking.add(threading.get_ident())
@@ -723,7 +723,7 @@ def _close_idle() -> None:
 
 
 def _sweeping() -> _Sweeper:
-    """Return what sweeps in this process."""
+    """Return the sweeper of this process."""
     global _sweeper  # noqa: PLW0603 - one for each process
     if _sweeper.pid != os.getpid():
         _sweeper = _Sweeper()  # A fork copies no threads.
@@ -731,7 +731,7 @@ def _sweeping() -> _Sweeper:
     return _sweeper
 
 
-#: What refers to the connection that has it, in Django and here.
+#: Attributes of a connection whose values refer back to it, in Django and here.
 _PARTS = (
     "client", "creation", "features", "introspection", "ops", "validation", "wrap_database_errors",
     "execute_wrappers",
@@ -739,17 +739,17 @@ _PARTS = (
 
 
 def _take_apart(connection: BaseDatabaseWrapper) -> None:
-    """Leave nothing of a connection that is closed for good to the garbage collector.
+    """Break the reference cycles of a closed connection, so that it needs no garbage collection.
 
-    That runs in any thread, and for so long that a signal often comes meanwhile. The first Python
-    behind it would be one of Django's finalisers, in which what the signal raises is lost.
+    That may run in any thread, and takes long enough for a signal to arrive. Its handler would run
+    inside a finaliser of Django, which loses exceptions.
     """
     for name in _PARTS:
         vars(connection).pop(name, None)
 
 
 def _is_clean(connection: BaseDatabaseWrapper, error: BaseException | None) -> bool:
-    """Whether a connection of ours is as its next borrower has to find it."""
+    """Whether a connection can be given to the next borrower."""
     if connection.connection is None:
         return False
     if not (error is None or isinstance(error, LockError | DjangoDatabaseError)):
@@ -763,16 +763,16 @@ def _is_clean(connection: BaseDatabaseWrapper, error: BaseException | None) -> b
 
 
 def _mend(connection: BaseDatabaseWrapper, error: BaseException) -> None:
-    """Close the thread's connection where an error broke it, so that its next statement reconnects.
+    """Close the thread's connection if an error has broken it, so that the next use reconnects.
 
-    Not by `close_if_unusable_or_obsolete()`: that ends the session of a healthy connection too,
-    where CONN_MAX_AGE is 0, and with it what the caller has set on it.
+    Not by `close_if_unusable_or_obsolete()`, which with CONN_MAX_AGE=0 would end the session of a
+    healthy connection as well, and with it the caller's settings.
     """
     if isinstance(error, LockError):
         return
     if not isinstance(error, DjangoDatabaseError):
-        # Interrupted in the middle of the protocol, perhaps by a signal's handler: nobody knows
-        # what the next answer would be.
+        # It was interrupted during a request, perhaps by a signal's handler, and the answer may
+        # still come.
         connection.close()
     elif connection.errors_occurred:
         if connection.connection is not None and _lives(connection):
@@ -782,44 +782,44 @@ def _mend(connection: BaseDatabaseWrapper, error: BaseException) -> None:
 
 
 def _lives(connection: BaseDatabaseWrapper) -> bool:
-    """Ask the thread's connection whether its session lives."""
+    """Whether the session of the thread's connection lives; this sends a query."""
     try:
         return connection.is_usable()
     except BaseException:
-        # Interrupted by a signal: nobody knows what its next answer would be.
+        # It was interrupted by a signal, and the answer may still come.
         connection.close()
         raise
 
 
 def cut(connection: BaseDatabaseWrapper) -> None:
-    """End what a connection waits for. Its owner gets an error, and closes it."""
+    """Shut the socket of a connection down. Its owner gets an error, and closes it."""
     database: Any = connection.Database  # type: ignore[attr-defined]
     try:
         wire = _wire(connection)
         number = wire.fileno()
         with socket.socket(fileno=os.dup(number)) as same:
-            # Not yet closed, so the number was no other connection's when it was copied.
+            # It is not closed yet, so the number has always been that of this connection.
             if wire.fileno() == number:
                 same.shutdown(socket.SHUT_RDWR)
     except (OSError, ValueError, AttributeError, database.Error):
-        pass  # It has no socket, or that is closed.
+        pass  # It has no socket, or it is closed.
 
 
 def _has_ended(connection: BaseDatabaseWrapper) -> bool:
-    """Whether a session that idles is over: the driver knows it, or the server has sent a word."""
+    """Whether an idle session is over: the driver knows it, or the server has sent something."""
     raw = connection.connection
     if getattr(raw, "closed", False) or not getattr(raw, "open", True):
         return True
     database: Any = connection.Database  # type: ignore[attr-defined]
     try:
-        # Asked for, and not read: a read waits for an answer under gevent.
+        # Polled and not read, because under gevent a read would block.
         return is_readable(_wire(connection).fileno())
     except (OSError, ValueError, AttributeError, database.Error):
-        return False  # It has no socket: its next statement tells.
+        return False  # It has no socket, so the next statement will find out.
 
 
 def _file_of(connection: BaseDatabaseWrapper) -> tuple[int, int] | None:
-    """Return which file a new connection would open; None: SQLite has none there, or elsewhere."""
+    """Return the id of the file that a new connection would open; None: there is no such file."""
     if connection.vendor != "sqlite":
         return None
     try:
@@ -830,12 +830,12 @@ def _file_of(connection: BaseDatabaseWrapper) -> tuple[int, int] | None:
 
 
 def _wire(connection: BaseDatabaseWrapper) -> Any:
-    """Return what has the number of a connection's socket. PyMySQL shows the socket alone."""
+    """Return an object with the file number of a connection's socket."""
     return getattr(connection.connection, "_sock", connection.connection)
 
 
 def is_readable(number: int, seconds: float = 0.0, *, or_writable: bool = False) -> bool:
-    """Whether a socket has something to read, in so many seconds, or its other end is closed."""
+    """Whether a socket has something to read within so many seconds, or was closed."""
     seconds = max(0.0, seconds)
     if not hasattr(select, "poll"):
         written = [number] if or_writable else []
@@ -846,9 +846,9 @@ def is_readable(number: int, seconds: float = 0.0, *, or_writable: bool = False)
 
 
 def _close(connection: BaseDatabaseWrapper) -> None:
-    """Close a connection of ours that nobody uses, in any thread.
+    """Close an unused connection, in any thread.
 
-    Django's own `close()` refuses in the thread of an event loop.
+    Django's own `close()` raises in the thread of an event loop.
     """
     raw = connection.connection
     database: Any = connection.Database  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""What a connection is doing, and which ones are ours.
+"""The state of connections, and which of them belong to this package.
 
-A lock that nobody sees before the caller commits is no lock, and a rollback would hand the same
-fence out twice. So a lock statement runs where it commits by itself: see `borrowing`.
+A lock that others see only after the caller's commit would exclude nobody, and a rollback would let
+a fence be granted twice. So lock statements commit by themselves: see `borrowing`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from django.db.backends.signals import connection_created
 from ..core import budgets
 from ..core.errors import LockUsageError
 
-#: Seconds after which an unused connection of our own is closed.
+#: Seconds after which an idle connection of this package is closed.
 IDLE_SECONDS = 10.0
 
-#: Seconds to wait at least for the place of SQLite's one writer. It is taken for milliseconds, by
-#: whoever locks any key: without this, trying once for a free key would fail now and then.
+#: Seconds to wait at least to become SQLite's only writer. Every acquire takes that place for
+#: milliseconds; without a wait, a single attempt for a free key would sometimes fail.
 WRITER_SECONDS = 0.1
 
-#: What tells a connection of our own to PostgreSQL about a server that vanished, in half a minute:
-#: without it, a statement on a dead network hangs for a quarter of an hour.
+#: Options with which a connection to PostgreSQL notices in half a minute that its server is gone.
+#: Without them, a statement on a dead network hangs for a quarter of an hour.
 KEEPALIVES: dict[str, Any] = {
     "keepalives_idle": 10,
     "keepalives_interval": 5,
@@ -40,53 +40,54 @@ KEEPALIVES: dict[str, Any] = {
     "tcp_user_timeout": 25_000,
 }
 
-#: Seconds that PostgreSQL may take to let us in: the driver waits for ever, unless it is told.
+#: Seconds to wait for a connection to PostgreSQL; the driver's default is for ever.
 CONNECT_SECONDS = 5
 
-#: What has to come to an end before a database can be dropped.
+#: Called before a test database is dropped, to end all that uses it.
 before_drop: list[Callable[[], object]] = []
 
-#: What libpq calls a connection with a statement, with a transaction, and with a failed one.
+#: libpq's transaction states: a statement in progress, in a transaction, in a failed transaction.
 _OPEN = (1, 2, 3)
-#: And one that takes a statement: without a transaction, or in the middle of one.
+#: libpq's states that accept a statement: idle, or in a transaction.
 _ANSWERING = (0, 2)
-#: What MySQL's protocol calls a session with a transaction.
+#: The flag of MySQL's protocol for a session with an open transaction.
 _IN_TRANSACTION = 1
 
 _own_threads = threading.local()
 _every: weakref.WeakSet[Closing] = weakref.WeakSet()
-#: Connections that a fork copied. Kept, so that no destructor speaks on the parent's socket.
+#: Connections copied by a fork. They are kept, so that no destructor closes the parent's session.
 _inherited: list[Any] = []
-#: The connections of threads that were opened. No set or dictionary of weak references: those are
-#: cleared by functions of Python's, in which an exception that a signal raises would be lost.
+#: All opened connections of threads. Not a `WeakSet`, whose callbacks are Python functions that
+#: could lose a signal's exception.
 _opened: list[weakref.ref[BaseDatabaseWrapper]] = []
-#: The attributes of a connection that say which process has opened it, and what `servers_isolation`
-#: has found, in which session.
+#: Attributes of a connection: the process that has opened it, and the answer of
+#: `servers_isolation` with its session.
 _PROCESS = "_django_distlock_process"
 _ISOLATION = "_django_distlock_isolation"
 
 
 def use_own_connections(*, keeps_leases: bool = False) -> None:
-    """Say that this thread is ours: nobody closes its connections at the end of a request.
+    """Mark this thread as one of this package, whose connections no end of a request closes.
 
-    Where it keeps the leases of others, it must not wait for those who want something.
+    Args:
+        keeps_leases: Whether it renews leases, and so must not wait for a connection.
     """
     _own_threads.active, _own_threads.keeps_leases = True, keeps_leases
 
 
 def keeps_leases() -> bool:
-    """Whether this thread waits for no connection that others use."""
+    """Whether this thread renews leases: see `use_own_connections`."""
     return getattr(_own_threads, "keeps_leases", False)
 
 
 def opened_here() -> list[BaseDatabaseWrapper]:
     """Return the connections of this thread.
 
-    Another thread may add an alias meanwhile, which Django's own walk over them does not survive.
+    Django's own iteration over them fails if another thread adds an alias meanwhile.
     """
     handler: Any = connections
     opened = handler._connections
-    # Asked once: to find that no event loop runs costs asgiref an exception.
+    # Fetched once, because without an event loop asgiref has to handle an exception each time.
     storage = getattr(opened, "_get_storage", lambda: opened)()
     return [
         each for alias in [*handler.settings] if (each := getattr(storage, alias, None)) is not None
@@ -95,7 +96,7 @@ def opened_here() -> list[BaseDatabaseWrapper]:
 
 def close_here() -> None:
     """Close the connections of this thread: see `opened_here`."""
-    # Without settings nothing was opened: `help()` looks at classes, and so makes blocks.
+    # Without settings, nothing was opened. (`help()` looks attributes up, and so creates blocks.)
     for each in opened_here() if settings.configured else []:
         each.close()
 
@@ -103,7 +104,7 @@ def close_here() -> None:
 def rows_of(using: str, statement: str, *arguments: Any, **named: Any) -> list[Any]:
     """Run a statement on the connection of an alias; return its rows.
 
-    Without arguments, a `%` stands for itself.
+    Without arguments, a `%` is not special.
     """
     with connections[using].cursor() as cursor:
         cursor.execute(statement, named or arguments or None)
@@ -117,34 +118,34 @@ def in_test_case(connection: BaseDatabaseWrapper) -> bool:
 
 
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the caller has a transaction open, other than that of a `TestCase`.
+    """Whether the caller has an open transaction, other than that of a `TestCase`.
 
-    Closed amid it, it is over, and Django tells of no end.
+    If the connection was closed inside it, it is over, without a hook being called.
     """
     is_open = connection.in_atomic_block and not connection.closed_in_transaction
     return is_open and not in_test_case(connection)
 
 
 def is_manual(connection: BaseDatabaseWrapper) -> bool:
-    """Whether it has autocommit off, or a transaction open, outside of `atomic()`."""
+    """Whether it has autocommit off, or an open transaction, outside `atomic()`."""
     if connection.connection is None:
         return False
     if connection.autocommit:
         return has_open_transaction(connection)
-    # Where autocommit was off before atomic(), that does not commit at its end.
+    # If autocommit was off before atomic(), the end of that does not commit.
     return not (connection.in_atomic_block and connection.commit_on_exit)
 
 
 def has_the_file(connection: BaseDatabaseWrapper) -> bool:
-    """Whether a transaction of SQLite's has been the one writer of its file from its beginning."""
+    """Whether a transaction on SQLite has been the only writer of the file from its beginning."""
     mode = getattr(connection, "transaction_mode", None)
     return in_transaction(connection) and mode in ("IMMEDIATE", "EXCLUSIVE")
 
 
 def has_open_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the driver says that a transaction is open, or a statement: it asks no server.
+    """Whether the driver reports an open transaction or statement, without asking the server.
 
-    mysqlclient does not tell.
+    mysqlclient does not report it.
     """
     raw = connection.connection
     if raw is None:
@@ -156,7 +157,7 @@ def has_open_transaction(connection: BaseDatabaseWrapper) -> bool:
     return bool(getattr(raw, "server_status", 0) & _IN_TRANSACTION)
 
 
-#: What tells the isolation level of a session in the last column of a row.
+#: Queries for the isolation level of a session, in the last column of a row.
 _ISOLATION_OF = {
     "postgresql": "SHOW default_transaction_isolation",
     "mysql": "SHOW VARIABLES LIKE 't%_isolation'",  # whichever name it has
@@ -164,10 +165,10 @@ _ISOLATION_OF = {
 
 
 def servers_isolation(connection: BaseDatabaseWrapper) -> str:
-    """Return the isolation level of the server's transactions where Django asks for none.
+    """Return the server's default isolation level in a session; "": unknown.
 
-    A role or a database may have been given another one. Each session is asked once, from the
-    thread that it belongs to, and by a statement that takes no snapshot. "": it cannot be asked.
+    It may be set for a role or a database. Each session is asked once, in its own thread, by a
+    statement that takes no snapshot.
     """
     raw = connection.connection
     session, level = vars(connection).get(_ISOLATION, (None, ""))
@@ -179,31 +180,31 @@ def servers_isolation(connection: BaseDatabaseWrapper) -> str:
             return ""
         database: Any = connection.Database  # type: ignore[attr-defined]
         try:
-            # Past Django: it is no query of the caller's.
+            # Without Django's cursor, because this is not a query of the caller.
             with raw.cursor() as cursor:
                 cursor.execute(_ISOLATION_OF[connection.vendor])
                 level = str(cursor.fetchone()[-1]).lower().replace("-", " ")
         except database.Error:
-            return ""  # The caller's next statement says why.
+            return ""  # The caller's next statement will report the error.
         vars(connection)[_ISOLATION] = (weakref.ref(raw), level)
     return str(level)
 
 
 def is_free(connection: BaseDatabaseWrapper, *, single: bool) -> bool:
-    """Whether the thread's connection may be used.
+    """Whether the thread's connection may be used for a lock statement.
 
     Args:
-        single: For one statement, which commits by itself. For a transaction it may not: a signal
-            in the middle would leave it open, or autocommit off.
+        single: Whether it is one statement that commits by itself. A transaction must not run
+            there, because a signal could leave it open, or autocommit off.
     """
     if getattr(_own_threads, "active", False) or connection.in_atomic_block:
         return False
     if connection.vendor == "sqlite":
-        # A database in memory is only seen by the connections that share it.
+        # Other connections do not see a database in memory.
         return bool(connection.is_in_memory_db())  # type: ignore[attr-defined]
     if not single:
         return False
-    # Django opens it to tell.
+    # The next line would open it.
     _open_in_time(connection)
     return connection.get_autocommit() and not has_open_transaction(connection)
 
@@ -211,7 +212,7 @@ def is_free(connection: BaseDatabaseWrapper, *, single: bool) -> bool:
 def require_transaction(
     connection: BaseDatabaseWrapper, what: str = "guard()", instead: str = "use lease.atomic()"
 ) -> Any:
-    """Return the outermost block of `atomic()`, other than a `TestCase`'s; or refuse."""
+    """Return the outermost block of `atomic()`, other than a `TestCase`'s; or raise."""
     blocks = [
         each for each in connection.atomic_blocks if not getattr(each, "_from_testcase", False)
     ]
@@ -224,7 +225,7 @@ def require_transaction(
 
 
 def older_snapshot(using: str) -> LockUsageError:
-    """Return why a transaction with an older snapshot locks no key."""
+    """Return the error for a transaction lock in a transaction that reads a snapshot."""
     return LockUsageError(
         f"The transaction on {using!r} reads from a snapshot: it would not see a lease that was"
         " granted since it began. Use READ COMMITTED, or take a lease around atomic().",
@@ -233,39 +234,39 @@ def older_snapshot(using: str) -> LockUsageError:
 
 
 class OpenTransaction:
-    """The outermost transaction of a connection, other than a `TestCase`'s; there has to be one."""
+    """The outermost transaction of a connection, other than a `TestCase`'s; there must be one."""
 
     def __init__(self, connection: BaseDatabaseWrapper):
         block = require_transaction(connection)
         self._connection = weakref.ref(connection)
-        # A decorator enters the same block with each call. This one is told from the next by a
-        # copy in its place; blocks leave by their place.
+        # A decorator enters the same block object with each call. A copy in its place makes this
+        # transaction distinct from the next one; Django leaves blocks by their place.
         self._block = copy(block)
         blocks = connection.atomic_blocks
         blocks[blocks.index(block)] = self._block
 
     @property
     def is_open(self) -> bool:
-        """Whether it goes on; from any thread."""
+        """Whether it is still open. May be called in any thread."""
         connection = self._connection()
         return connection is not None and self._block in connection.atomic_blocks
 
 
 class Closing(Protocol):
-    """What has connections open that are in the way of dropping a database."""
+    """An object with connections that would prevent a database from being dropped."""
 
     def close_all(self) -> None:
         """Close them."""
 
 
 def close_before_drop(these: Closing) -> None:
-    """Let a test run close these connections before it drops its database."""
+    """Close these connections before a test run drops its database."""
     _every.add(these)
     connection_created.connect(_close_before_drop, dispatch_uid="django_distlock")
 
 
 def keep_inherited(connection: Any) -> None:
-    """Leave a connection that a fork copied to its owner, for as long as this process lives."""
+    """Keep a connection that a fork has copied alive, so that it is never closed here."""
     _inherited.append(connection)
 
 
@@ -285,8 +286,7 @@ connection_created.connect(_note_process, dispatch_uid="django_distlock.process"
 
 
 def opened_in(thread: int) -> list[BaseDatabaseWrapper]:
-    """Return the connections that another thread has opened, without those of our own."""
-    # A copy in one step: that thread goes on opening some.
+    """Return the connections that another thread has opened, without those of this package."""
     known = [reference() for reference in list(_opened)]
     return [
         each
@@ -298,7 +298,7 @@ def opened_in(thread: int) -> list[BaseDatabaseWrapper]:
 
 
 def transactions_of(thread: int) -> list[BaseDatabaseWrapper]:
-    """Return those of this thread, and of that one, with a transaction of the caller's."""
+    """Return the connections of this thread and another one with a transaction of the caller."""
     found = opened_here()
     if thread != threading.get_ident():
         found += opened_in(thread)
@@ -306,12 +306,12 @@ def transactions_of(thread: int) -> list[BaseDatabaseWrapper]:
 
 
 def is_own(connection: BaseDatabaseWrapper) -> bool:
-    """Whether nobody's work is in a connection but ours."""
+    """Whether a connection belongs to this package, and so has none of the project's work."""
     return isinstance(connection.settings_dict, _OwnSettings)
 
 
 def leave_to_parent(connection: BaseDatabaseWrapper) -> None:
-    """Let go of a connection that a fork copied: two processes would read each other's answers."""
+    """Drop a connection that a fork has copied: two processes would read each other's answers."""
     if connection.connection is None or connection.in_atomic_block:
         return
     if vars(connection).get(_PROCESS, os.getpid()) != os.getpid():
@@ -320,7 +320,7 @@ def leave_to_parent(connection: BaseDatabaseWrapper) -> None:
 
 
 def _open_in_time(connection: BaseDatabaseWrapper) -> None:
-    """Open a connection of the project's with a bound, where its settings give none."""
+    """Open a connection of the project, with a time limit if its settings have none."""
     settings = connection.settings_dict
     options = settings["OPTIONS"]
     if connection.connection is not None or connection.vendor != "postgresql":
@@ -332,7 +332,7 @@ def _open_in_time(connection: BaseDatabaseWrapper) -> None:
     try:
         connection.ensure_connection()
     except BaseException:
-        # Interrupted before Django has switched autocommit on, it would keep what is saved.
+        # If Django was interrupted before it has set autocommit, nothing would be committed.
         connection.close()
         raise
     finally:
@@ -340,33 +340,33 @@ def _open_in_time(connection: BaseDatabaseWrapper) -> None:
 
 
 def _opening_seconds(options: Mapping[str, Any]) -> Any:
-    """Return `connect_timeout`: the project's, or as much of it as the call has left."""
+    """Return `connect_timeout`: the project's, or the rest of the call's time if that is less."""
     given = options.get("connect_timeout", CONNECT_SECONDS)
     if (left := budgets.left()) == math.inf:
         return given
-    # Drivers take whole seconds, and two at least.
+    # Drivers accept whole seconds, and at least two.
     return max(2, int(min(left, float(given) or left)))
 
 
 def bound_opening(own: BaseDatabaseWrapper, options: Mapping[str, Any]) -> None:
-    """Let a connection of our own be opened in the time that the call has; see `own_connection`."""
+    """Limit the opening of a connection to the call's time; see `own_connection`."""
     if own.vendor in ("postgresql", "mysql"):
         own.settings_dict["OPTIONS"]["connect_timeout"] = _opening_seconds(options)
 
 
 class _OwnSettings(dict[str, Any]):
-    """The settings of a connection of our own: nobody's work is in it."""
+    """The settings of a connection of this package."""
 
 
 def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDatabaseWrapper:
-    """Return a connection of our own, not open yet; `defaults` where the project has no option."""
+    """Return a new connection; `defaults`: options for those that the project does not set."""
     options = {**defaults, **template.settings_dict["OPTIONS"]}
-    # A pooled connection keeps what a session left on it, and the project counted its own.
+    # No pool: its connections may have settings of others, and its limit is the project's.
     options.pop("pool", None)
     if template.vendor == "sqlite":
         options["transaction_mode"] = "IMMEDIATE"
     elif template.vendor == "mysql":
-        # A key has any characters, also where the project's texts may not.
+        # Keys may have any characters, even if the project's texts may not.
         options["charset"] = "utf8mb4"
         options.pop("collation", None)
     settings = {
@@ -380,7 +380,7 @@ def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDataba
 
 
 def refuse_self_block(connection: BaseDatabaseWrapper) -> None:
-    """Refuse to wait for a writer of SQLite's that waits for us: this thread's transaction."""
+    """Refuse to wait for this thread's own transaction, which is SQLite's only writer."""
     if connection.vendor != "sqlite":
         return
     for other in opened_here():
@@ -396,13 +396,13 @@ def refuse_self_block(connection: BaseDatabaseWrapper) -> None:
 
 
 def database_file(connection: BaseDatabaseWrapper) -> str:
-    """Return what tells one SQLite database from another."""
+    """Return an id of an SQLite database."""
     name = str(connection.settings_dict["NAME"])
     return name if name.startswith(("file:", ":memory:")) else str(Path(name).resolve())
 
 
 def _close_before_drop(connection: BaseDatabaseWrapper, **_: Any) -> None:
-    # A test run that drops its database first connects to none: ours would be in the way.
+    # Before a test run drops its database, it connects to none, and ours must be closed.
     if connection.alias == NO_DB_ALIAS:
         for finish in before_drop:
             finish()

@@ -1,4 +1,4 @@
-"""Columns that mean the same on every database."""
+"""Columns that behave the same on every database."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ else:  # Only type checkers may give a field type arguments.
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
-# Without these, some databases take "A" for "a", "é" for "e" or "a " for "a".
+# Without these, some databases treat "A" as "a", "é" as "e", or "a " as "a".
 _BYTE_COLLATIONS = {"postgresql": "C", "sqlite": "BINARY"}
 
 
@@ -33,12 +33,12 @@ def to_microseconds(instant: datetime) -> int:
 
 
 def stored(*instants: datetime | None) -> list[int | None]:
-    """Return each as `to_microseconds` does; None: there is none."""
+    """Return each as microseconds since 1970; None stays None."""
     return [None if each is None else to_microseconds(each) for each in instants]
 
 
 def instant(value: int | None) -> datetime | None:
-    """Return what `from_microseconds` does; None: there is none."""
+    """Return microseconds since 1970 as a datetime; None stays None."""
     return None if value is None else from_microseconds(value)
 
 
@@ -46,8 +46,8 @@ def from_microseconds(value: int) -> datetime:
     """Return microseconds since 1970 as an aware datetime in UTC.
 
     Raises:
-        OverflowError: It is in the first or the last year of the calendar, or beyond: in some time
-            zones that is no date.
+        OverflowError: It is in the first or last year of the calendar, or beyond, and so out of
+            range in some time zones.
     """
     if not _FIRST <= value <= _LAST:
         raise OverflowError(f"{value} microseconds since 1970 is no time that locks have.")
@@ -59,16 +59,16 @@ _LAST = to_microseconds(datetime(9999, 1, 1, tzinfo=UTC))
 
 
 class KeyField(_CharField):
-    """Text that is equal where its bytes are, and ordered by them."""
+    """Text that is compared and sorted by its bytes."""
 
     def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
         if connection.vendor == "postgresql":
-            # Spelt out, because Django gives a "varchar" that is unique a second index for LIKE.
-            # With the C collation the first one serves, and each lock writes one row less.
+            # Not "varchar", because Django creates a second index for LIKE on a unique "varchar".
+            # With the C collation, the first index can do both, which saves a write per lock.
             return f"character varying({self.max_length})"
         if connection.vendor == "mysql":
-            # Whatever the database's own character set is. Spelt out, because Django warns of any
-            # unique "varchar" above 255, which older formats of InnoDB could not index.
+            # Independent of the database's character set. Not "varchar", because Django warns about
+            # a unique "varchar" above 255, which old formats of InnoDB could not index.
             return f"character varying({self.max_length}) CHARACTER SET utf8mb4"
         return super().db_type(connection)
 
@@ -76,14 +76,14 @@ class KeyField(_CharField):
         parameters = super().db_parameters(connection)
         parameters["collation"] = _BYTE_COLLATIONS.get(connection.vendor)
         if connection.vendor == "mysql":
-            # Not "utf8mb4_bin", which pads with spaces before it compares.
+            # Not "utf8mb4_bin", which ignores trailing spaces.
             mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
             parameters["collation"] = "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
         return parameters
 
 
 class NoteField(_TextField):
-    """Text in any script, whatever the database's own character set is."""
+    """Text in any script, independent of the database's character set."""
 
     def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
         wide = " CHARACTER SET utf8mb4" if connection.vendor == "mysql" else ""
@@ -91,10 +91,10 @@ class NoteField(_TextField):
 
 
 class InstantField(_BigIntegerField):
-    """An aware datetime, kept as microseconds since 1970.
+    """An aware datetime, stored as microseconds since 1970.
 
-    Integers compare and add up alike on every database and under every `USE_TZ` and `TIME_ZONE`,
-    with no hour that occurs twice. See docs/decisions/instants-are-integers.md.
+    Integers compare and add up the same way on every database and with every `USE_TZ` and
+    `TIME_ZONE`. See docs/decisions/instants-are-integers.md.
     """
 
     if TYPE_CHECKING:  # What models with this field take and give.
@@ -127,13 +127,13 @@ class InstantField(_BigIntegerField):
 
 
 class EventTimeField(_DateTimeField):
-    """An aware datetime under any `USE_TZ`, in the column that Django has for one.
+    """An aware datetime under any `USE_TZ`, in a regular datetime column.
 
-    For people and their filters, who know dates. What decides about leases is an `InstantField`.
+    This is for columns that people read and filter. Leases are decided by an `InstantField`.
     """
 
     def deconstruct(self) -> Any:
-        # A migration has nothing to do about it.
+        # In migrations, it is Django's own field.
         name, _path, args, kwargs = super().deconstruct()
         return name, "django.db.models.DateTimeField", args, kwargs
 

@@ -1,9 +1,8 @@
-"""Which schema the lock tables are in, whatever the connection of a caller is set to.
+"""The schema of the lock tables, whatever the caller's connection is set to.
 
-PostgreSQL looks names up by the session's `search_path`, and MySQL in the database that the session
-uses. Both belong to the application, which may change them for each request. So the schema is asked
-for once, on a new connection, and the tables are named with it in each statement of ours: see
-docs/decisions/one-schema-for-each-backend.md.
+PostgreSQL looks names up by the `search_path` of the session, and MySQL in its current database.
+The application may change both for each request. So the schema is found once, on a new connection,
+and all statements name the tables with it: see docs/decisions/one-schema-for-each-backend.md.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from .vendors import VENDORS, of
 
 
 class TableConnections(LockConnections):
-    """The connections of one alias, on which tables are named with the schema of one of them."""
+    """The connections of one alias, with table names that include the schema."""
 
     def __init__(self, alias: str, limit: int, *, apart: bool = False, looked_for: str = "fences"):
         super().__init__(alias, limit, apart=apart)
         self._looked_for = looked_for
-        #: The database that was asked, and its answer.
+        #: The database that was asked for the schema, and its answer.
         self._decided: tuple[object, str | None] | None = None
         self._asking = threading.Lock()
-        #: Each call names what it is about. By name and by what was decided.
+        #: Quoted names, by name and decision, because each call needs some.
         self._quoted: dict[tuple[str, tuple[object, str | None] | None], str] = {}
 
     def prepare(self) -> None:
-        """Ask for the schema: that takes another connection."""
+        """Find the schema beforehand, because that needs another connection."""
         _ = self.schema
 
     def has_moved(self, error: BaseException) -> bool:
-        """After a switch-over the old server still answers, and is read-only."""
+        """Whether an error means a switch-over: the old server still answers, but is read-only."""
         vendor = of(self.alias)
         return not vendor.is_busy(error) and vendor.known_code(error) == "service_unavailable"
 
     def _made(self, template: BaseDatabaseWrapper, user: Any) -> Own:
         own = super()._made(template, user)
         if (schema := self.schema) is not None:
-            # For good: a wrapper on the caller's connection would have to be taken off again.
+            # The wrapper stays. On a connection of the caller it would have to be removed again.
             own.connection.execute_wrappers.append(_Naming(_quoted(template, schema)))
         return own
 
@@ -59,7 +58,7 @@ class TableConnections(LockConnections):
         return self.named(table(what))
 
     def named(self, name: str) -> str:
-        """Return the quoted name of what stands beside the tables, with its schema."""
+        """Return the quoted name of another object in the schema of the tables."""
         if (found := self._quoted.get((name, self._known()))) is not None:
             return found
         connection = connections[self.alias]
@@ -72,10 +71,10 @@ class TableConnections(LockConnections):
 
     @property
     def schema(self) -> str | None:
-        """The schema of the tables; on MySQL the database. None: names need none here."""
+        """The schema of the tables; on MySQL the database; None: not needed here."""
         if (decided := self._known()) is not None:
             return decided[1]
-        # One thread asks for all. Nobody relies on it: a signal may leave it locked.
+        # One thread asks for all. With a time limit, because a signal may leave it locked.
         mine = self._asking.acquire(timeout=budgets.left(MAX_BOUND))
         try:
             if (decided := self._known()) is not None:
@@ -91,7 +90,7 @@ class TableConnections(LockConnections):
 
     @property
     def is_renamed(self) -> bool:
-        """Whether the alias stands for another database than the one that was asked last."""
+        """Whether the alias stands for another database now than when the schema was found."""
         return self._decided is not None and self._known() is None
 
     def _known(self) -> tuple[object, str | None] | None:
@@ -101,9 +100,9 @@ class TableConnections(LockConnections):
 
 
 def _asked(template: BaseDatabaseWrapper, looked_for: str) -> tuple[str | None, bool]:
-    """Return the schema in which a new connection finds a table, and whether it does.
+    """Return the schema in which a new connection finds a table, and whether it finds it.
 
-    Where it does not, the schema is the one that a migration would make it in.
+    If not, this is the schema in which a migration would create the table.
     """
     question = VENDORS[template.vendor].schema_of
     if question is None:
@@ -112,7 +111,7 @@ def _asked(template: BaseDatabaseWrapper, looked_for: str) -> tuple[str | None, 
     try:
         with apart.use(writes=False, patience=CONNECT_SECONDS) as on:
             connection = connections[on]
-            # By the driver's cursor: those of django-tenants set a path before each statement.
+            # With the driver's cursor, because that of django-tenants changes the search_path.
             with connection.wrap_database_errors, connection.connection.cursor() as cursor:
                 cursor.execute(question.format(table=looked_for))
                 schema, is_there = cursor.fetchone()
@@ -128,7 +127,7 @@ def _quoted(connection: BaseDatabaseWrapper, schema: str) -> str:
 
 @cache
 def _names(quote: str) -> re.Pattern[str]:
-    """Return what finds our names where they have no schema."""
+    """Return a pattern for our table names without a schema."""
     names = [
         *map(table, DEFAULT_TABLES), *map(side_table, SIDE_TABLES), *map(function_name, FUNCTIONS)
     ]  # fmt: skip
@@ -136,11 +135,11 @@ def _names(quote: str) -> re.Pattern[str]:
 
 
 class _Naming:
-    """Puts a schema, quoted, in front of our names in each statement."""
+    """An execute wrapper that adds the quoted schema to our table names."""
 
     def __init__(self, schema: str):
         self._names = _names(schema[0])
-        # Statements have placeholders.
+        # Escaped, because the statements have placeholders.
         self._schema = schema.replace("%", "%%")
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Threads that do what no other thread may wait for, or be interrupted in."""
+"""Worker threads, for work that no other thread may wait for or be interrupted in."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger("django_distlock")
 
 
 class Gone(weakref.ref[Any]):
-    """A weak reference that the worker gets when its object is gone, to do what is set down in it.
+    """A weak reference with work for the worker, which gets it when the object has died.
 
-    No Python code runs where the object dies: a finaliser could be interrupted by a signal's
-    exception, and would swallow it.
+    No Python code runs where the object dies: a signal's exception could interrupt a finaliser,
+    which would swallow it.
     """
 
     __slots__ = ("work",)
@@ -37,16 +37,16 @@ class Gone(weakref.ref[Any]):
 
 @dataclass(order=True, slots=True)
 class _Late:
-    """What is to be done at a time, by `monotonic`."""
+    """Work to be done at a time, by `monotonic`."""
 
     at: float
     work: Callable[[], object] = field(compare=False)
 
 
 class Worker:
-    """Does what finalisers may only queue, in a thread of its own.
+    """Does work in a thread of its own, which finalisers may queue.
 
-    A simple queue, because it alone may be filled from a finaliser.
+    It has a `SimpleQueue`, the only kind that a finaliser may put something into.
     """
 
     def __init__(self, name: str):
@@ -56,37 +56,37 @@ class Worker:
         self.forget()
 
     def forget(self) -> None:
-        """Have nothing to do. In a forked child: the parent's work is its own."""
+        """Forget all work: in a forked child, it is the parent's."""
         self.queue: SimpleQueue[Callable[[], object] | Gone | _Late] = SimpleQueue()
-        #: What its time has not come for, the first one first: for the thread alone.
+        #: Work for later, as a heap. Only the thread itself uses it.
         self.late: list[_Late] = []
         self._starting = threading.Lock()
         self._works = False
-        # Where the thread works. A forked child may get the number of an earlier process.
+        # The process in which the thread runs.
         self._works_in: int | None = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has something to do, or does it."""
+        """Whether work is waiting or in progress."""
         return self._works or not self.queue.empty()
 
     def start(self) -> None:
-        """Start the thread where it is safe to: a finaliser may not."""
+        """Start the thread if necessary. A finaliser must not call this."""
         if self._works_in == os.getpid():
             return
         with self._starting:
             if not self._is_running():
-                # Kept before it starts: a signal's exception behind that makes no second one.
+                # Stored before it starts, so that a signal's exception leads to no second one.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._pid = os.getpid()
                 start_thread(self._thread)
 
     def put(self, work: Callable[[], object], seconds: float = 0.0) -> None:
-        """Let the thread do something: behind all that was put before, or in some seconds."""
+        """Add work: it is done after all earlier work, or after some seconds."""
         self.queue.put(_Late(monotonic() + seconds, work) if seconds else work)
 
     def finish(self) -> None:
-        """Wait until what is queued has been done, for a second at most."""
+        """Wait until all queued work is done, for a second at most."""
         if self._is_running():
             finished = Bell()
             self.put(finished.ring)
@@ -99,7 +99,7 @@ class Worker:
     def _run(self) -> None:
         with self._starting:
             if self._thread is not threading.current_thread():
-                return  # It began late, and another one was started in its place.
+                return  # Another thread has replaced this one.
         use_own_connections(keeps_leases=True)
         try:
             self._works_in = self._pid
@@ -120,11 +120,11 @@ class Worker:
             except Exception:
                 logger.exception("A deferred operation failed", extra=log_fields("telling_failed"))
             finally:
-                # What a signal's receiver opened here, no end of a request would ever close.
+                # No end of a request closes the connections that a receiver opens in this thread.
                 close_here()
 
     def _next(self) -> Callable[[], object] | Gone:
-        """Wait for something to do."""
+        """Wait for work."""
         while True:
             left = self.late[0].at - monotonic() if self.late else math.inf
             if left <= 0:
@@ -136,15 +136,15 @@ class Worker:
                 heapq.heappush(self.late, found)
 
 
-#: Ends what is gone, and what waited for a transaction.
+#: Releases leases of interrupted blocks, and those that have waited for a transaction.
 releases = Worker("distlock-releases")
 
 
 def when_gone(watched: object, work: Callable[[], object]) -> Gone:
-    """Let the worker do something when an object is gone, if what is returned is kept until then.
+    """Let the worker do something when an object has died; keep the returned reference until then.
 
     Args:
-        watched: Nothing that `work` refers to.
+        watched: The object; `work` must not refer to it.
     """
     releases.start()
     gone = Gone(watched, releases.queue.put)
@@ -153,5 +153,5 @@ def when_gone(watched: object, work: Callable[[], object]) -> Gone:
 
 
 def has_gone() -> bool:
-    """Whether something is gone, and what was to be done then may not be done yet."""
+    """Whether an object has died whose work may not be done yet."""
     return releases.is_busy

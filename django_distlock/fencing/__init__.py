@@ -1,7 +1,7 @@
 """Fencing at the write: whoever comes with an older fence than a row has is refused.
 
 A lease can outlive the attention of its holder: a process stands still, and writes when it wakes up
-behind the end of its lease. What it writes to is where that is noticed.
+after the end of its lease. What it writes to is where that is noticed.
 """
 
 from .fields import FenceField

@@ -128,7 +128,7 @@ class FenceMiddleware:
     Where it refuses, neither the view nor any middleware below runs. The highest fence of each key
     is kept in the table of `SeenFence`, committed before the view begins.
 
-    A request that passed may still be slow, and write behind a newer one: so the view writes with
+    A request that passed may still be slow, and write after a newer one: so the view writes with
     `fenced(request.fence)`.
     """
 

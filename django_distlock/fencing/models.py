@@ -195,7 +195,7 @@ class FencedModel(models.Model):
     asave.alters_data = adelete.alters_data = True  # type: ignore[attr-defined]
 
     def raise_fence(self, lease: Fenced) -> None:
-        """Raise the row's fence to that of a lease, and load the row anew behind that.
+        """Raise the row's fence to that of a lease, and load the row anew after that.
 
         What was read before may have been written since: see `Lease.fenced`.
 

@@ -37,7 +37,7 @@ MOST_LOOKS = 100
 
 
 class _FencedIterable(_Iterable):
-    """Marks the rows first, and reads them behind that."""
+    """Marks the rows first, and reads them after that."""
 
     def __iter__(self) -> Iterator[Any]:
         queryset: Any = self.queryset
@@ -52,7 +52,7 @@ class _FencedIterable(_Iterable):
 class FencedQuerySet(models.QuerySet[M], Generic[M]):
     """Rows of a `FencedModel`.
 
-    Behind `fenced(lease)`, what is read is marked first with the lease's fence, and what is written
+    After `fenced(lease)`, what is read is marked first with the lease's fence, and what is written
     must not have a higher one: see `FenceRejected`. Such reads go to the database for writing.
     """
 
@@ -125,7 +125,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         return super()._values(*fields, **expressions)  # type: ignore[misc]
 
     def raw(self, *args: Any, **kwargs: Any) -> Any:
-        """See Django's. Not behind `fenced()`: nobody knows which rows it will give."""
+        """See Django's. Not after `fenced()`: nobody knows which rows it will give."""
         if self._by is not None:
             raise LockUsageError("A raw() query cannot be fenced.", key=self._by.key)
         return super().raw(*args, **kwargs)
@@ -166,7 +166,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
     # Writing
 
     def update(self, **kwargs: Any) -> int:
-        """See Django's. Behind `fenced()`: all of the rows, or none.
+        """See Django's. After `fenced()`: all of the rows, or none.
 
         Raises:
             FenceRejected: One of them has a higher fence.
@@ -211,7 +211,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
             )
 
     def create(self, **kwargs: Any) -> M:
-        """See Django's. Behind `fenced()` the row begins with the lease's fence."""
+        """See Django's. After `fenced()` the row begins with the lease's fence."""
         if self._by is None:
             return super().create(**kwargs)
         made = self.model(**kwargs)

@@ -102,7 +102,7 @@ def label(instance: models.Model) -> str:
 
 
 def _looked_for(rows: models.QuerySet[Any], by: Fenced) -> tuple[Any, int | None, bool]:
-    """Look for the row that has refused, where a transaction can go on behind an error.
+    """Look for the row that has refused, where a transaction can go on after an error.
 
     Returns:
         Its primary key, its fence, and whether it belongs to another key than that of the lease.

@@ -126,7 +126,7 @@ def making(by: Fenced | None, using: str) -> AbstractContextManager[Any]:
 def refuse_overtaken(by: Fenced, using: str, model: type[models.Model]) -> None:
     """Refuse to have made a row, if the lease's key was granted anew: the row may be a deleted one.
 
-    Behind the insert, so that where the database has one writer nobody else is granted the key
+    After the insert, so that where the database has one writer nobody else is granted the key
     from here to the commit. Other databases can be told to wait with that, if they have the locks
     as well. A transaction of the caller's is not made to hold the key: it may be a long one.
     A `Fence` alone says nothing of where it could be compared, but that of a request does.

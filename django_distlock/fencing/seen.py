@@ -109,7 +109,7 @@ def confirm_mark(key: str, fence: int, using: str | None = None) -> None:
 def set_mark(key: str, fence: int, using: str | None = None) -> int | None:
     """Set the mark of a key, also to a lower fence, and return where it was; None: nowhere.
 
-    For operators, behind a fence that came by mistake. What is above the new mark passes again,
+    For operators, after a fence that came by mistake. What is above the new mark passes again,
     stale or not.
     """
     key, fence = stored_key(key), validate_fence(fence)

@@ -62,7 +62,7 @@ _POSTGRESQL = (
     f' EXECUTE FUNCTION "{FUNCTION}"(%(argument)s)'
 )
 # MySQL takes 128 characters of a message, and 3819 is its number for a broken CHECK. Without strict
-# mode a NULL becomes 0 behind the trigger.
+# mode a NULL becomes 0 after the trigger.
 _MYSQL = (
     "CREATE TRIGGER %(trigger)s BEFORE UPDATE ON %(table)s FOR EACH ROW BEGIN"
     " DECLARE said VARCHAR(512) CHARACTER SET utf8mb4;"
@@ -148,7 +148,7 @@ class FenceTrigger(BaseConstraint):
         return Statement(template, **self._parts(model, schema_editor))
 
     def constraint_sql(self, model: Any, schema_editor: Any) -> str:
-        """Let the trigger come behind the table, with its name by then; "" goes into the table."""
+        """Let the trigger come after the table, with its name by then; "" goes into the table."""
         schema_editor.deferred_sql.append(self.create_sql(model, schema_editor))
         return ""
 
@@ -201,7 +201,7 @@ class FenceTrigger(BaseConstraint):
 class EnforcedState(ModelState):
     """What migrations know of a model, with the triggers on its fences.
 
-    It is kept by all that happens to the model behind `EnforceFence`, and `makemigrations`, which
+    It is kept by all that happens to the model after `EnforceFence`, and `makemigrations`, which
     looks at fields and options, does not see it.
 
     Attributes:

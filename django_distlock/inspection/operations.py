@@ -50,8 +50,8 @@ class Outcome(Document):
         held: The lock: as it was when it was taken away, else as it is now, which may be another
             holder's than was expected; None: nobody held it, or it was not looked at.
         fence_before: The key's fence before; None: not known, or the key was never granted.
-        fence_after: The same behind it. A force-release makes it higher, nothing else changes it,
-            but for a grant that came right behind.
+        fence_after: The same after it. A force-release makes it higher, nothing else changes it,
+            but for a grant that came right after.
         sessions: Busy: those whose transactions are in the way; (): they have ended meanwhile, or
             something else was in the way; None: the store cannot tell.
         removed: How many records a cleanup has removed.
@@ -116,7 +116,7 @@ def expire_soon(
     """Let a lease be renewed for so many seconds at the most; it never gets longer.
 
     The holder is asked to stop: it sees `stop_requested` at its next beat, and its lease is lost
-    at the first one behind that time. Nobody else is granted the key before the holder must have
+    at the first one after that time. Nobody else is granted the key before the holder must have
     noticed: it is free when the holder releases it, or when its last renewal is over
     (`outcome.held.free_at`). To have it at once, take it: `force_release`.
 
@@ -188,7 +188,7 @@ def cleanup(
     Args:
         older_than: Only of those that were over so many seconds ago, by the store's clock.
         batch: How many go in one transaction, from 1 to 100 000.
-        progress: Told behind each batch how many are gone.
+        progress: Told after each batch how many are gone.
     """
     order, store = Order(Operation.CLEANUP, actor, reason), lock_backends[backend]
     age = timedelta(seconds=seconds(older_than, "older_than", maximum=MAX_SPAN))
@@ -267,7 +267,7 @@ def _nothing(order: Order, store: BaseLockBackend, key: str, fence: int | None) 
     )
 
 
-# What is looked up behind an operation: whatever becomes of it, the outcome is known.
+# What is looked up after an operation: whatever becomes of it, the outcome is known.
 
 
 def _fence(store: BaseLockBackend, key: str) -> int | None:

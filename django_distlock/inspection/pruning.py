@@ -69,7 +69,7 @@ def prune_events(
         older_than: Only events that are older, by this host's clock, as they are written.
         batch: How many go in one transaction, from 1 to 10 000.
         actor: See `force_release`, as for `reason`, which may be "".
-        progress: Told behind each batch how many are gone.
+        progress: Told after each batch how many are gone.
 
     Raises:
         InvalidArgument: An argument breaks a rule.

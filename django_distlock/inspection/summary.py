@@ -28,7 +28,7 @@ class Summary(States):
         past_expiry: Leases that ended by their time, and that nobody has given back: those in
             `State.PAST_EXPIRY`, and those whose key is free again and was not taken since. Redis
             removes their records by itself.
-        settled: Keys that are kept behind their run: `State.SETTLED`.
+        settled: Keys that are kept after their run: `State.SETTLED`.
         no_expiry: Keys that are held without expiry: `State.NO_EXPIRY`.
         stop_requested: Holders that were asked to stop, and have not.
         overdue: Of all leases that have been renewed, the most of its ttl that has gone since:

@@ -1,4 +1,4 @@
-"""Drivers of the algorithms in `core`: with calls, and with awaits."""
+"""Run the algorithms of `core`: sync and async."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ..core.threads import Bell
 from .attempts import NOTE_AFTER, Attempts, Granted, Request
 from .blocks import Block
 
-#: What blocks while a key is waited for: a call to make, or seconds to sleep unless woken.
+#: A blocking step: a call to make, or the seconds to sleep unless woken.
 Blocking = Callable[[], Any] | float
 
-#: Seconds of one sleep at most: an infinite one cannot be asked for.
+#: The longest sleep, in seconds: a timeout cannot be infinite.
 _LONGEST = 3600.0
 
 
 def acquire(backend: BaseLockBackend, request: Request, block: Block) -> Granted:
-    """Wait for a key. The block ends what was begun, should this be interrupted."""
+    """Acquire a key. If this is interrupted, the block cleans up."""
     attempts = block.attempts = Attempts(backend, request)
     try:
         return attempts.conclude(_drive(attempts))
@@ -39,17 +39,17 @@ def acquire(backend: BaseLockBackend, request: Request, block: Block) -> Granted
 
 
 async def aacquire(backend: BaseLockBackend, request: Request, block: Block) -> Granted:
-    """See `acquire`. Cancelled, it leaves nothing held, not even by an attempt in flight."""
+    """See `acquire`. A cancellation leaves nothing held, not even by an attempt in flight."""
     attempts = block.attempts = Attempts(backend, request)
     try:
         outcome = await _adrive(attempts)
         if attempts.has_listeners():
-            # Receivers run on our threads: one that blocks must not stop the event loop. They see
-            # the caller's context, as those of `sync_to_async` do.
+            # Receivers run in a thread, because they may block. They see the caller's context, as
+            # with `sync_to_async`.
             return await backend.threads.run(copy_context().run, attempts.conclude, outcome)
         return attempts.conclude(outcome)
     except (Exception, asyncio.CancelledError) as error:
-        # Cancelled behind the grant: nobody gets to know of it, so nobody would release it.
+        # If cancelled after the grant, nobody gets the lease, so nobody else would release it.
         if not attempts.concluded or isinstance(error, asyncio.CancelledError):
             await backend.threads.run(copy_context().run, attempts.fail, error)
         raise
@@ -58,7 +58,7 @@ async def aacquire(backend: BaseLockBackend, request: Request, block: Block) -> 
 def insist(
     store: BaseLockBackend, question: Callable[[float], A], deadline: float, retry: Retry
 ) -> A:
-    """Ask a store about a lease of one's own until it knows, or the lease is over: `insisting`."""
+    """Repeat a request about a lease until the store answers, or the lease is over: `insisting`."""
     return insisting(
         question,
         clock=store.monotonic,
@@ -69,7 +69,7 @@ def insist(
 
 
 def _drive(attempts: Attempts) -> Outcome:
-    """Wait for a key with calls; return what the last attempt led to."""
+    """Acquire a key, and return the outcome of the last attempt."""
     bell, answer = Bell(), None
     waiting = _Waiting(attempts, bell).steps()
     while True:
@@ -98,7 +98,7 @@ async def _adrive(attempts: Attempts) -> Outcome:
 
 
 class _TaskBell:
-    """A `Bell` whose ringing a task awaits."""
+    """A `Bell` that a task awaits."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -123,20 +123,20 @@ class _TaskBell:
 
 
 class _Waiting:
-    """The steps of waiting, but for what blocks: whoever drives this does that."""
+    """The steps of acquiring a key, except the blocking ones, which the driver carries out."""
 
     def __init__(self, attempts: Attempts, bell: Bell | _TaskBell):
         self._attempts, self._bell = attempts, bell
         self._backend, self._monotonic = attempts.backend, attempts.backend.monotonic
 
     def steps(self) -> Generator[Blocking, Any, Outcome]:
-        """Yield what blocks, and return what the last attempt led to."""
+        """Yield the blocking steps, and return the outcome of the last attempt."""
         steps = self._attempts.steps()
         try:
             step = next(steps)
             while True:
                 if isinstance(step, Attempt):
-                    # Whatever comes from here on concerns what the attempt does not see any more.
+                    # A wake-up from here on may be about a change that the attempt does not see.
                     self._bell.clear()
                     answer = yield partial(self._attempts.attempt, step)
                     step = steps.send(Reply(self._monotonic(), answer))
@@ -144,7 +144,7 @@ class _Waiting:
                     step = steps.send((yield from self._reply(step)))
         except StopIteration as stop:
             outcome: Outcome = stop.value
-        # Ended otherwise, it leaves where the attempts fail.
+        # After an exception, `Attempts.fail` leaves the queue.
         if (rest := self._attempts.leave()) is not None:
             yield rest
         return outcome
@@ -172,7 +172,7 @@ class _Waiting:
         return Reply(self._monotonic(), listening=listening, queued=queued)
 
     def _sleep(self, seconds: float) -> Generator[Blocking, Any, None]:
-        """Sleep until woken; people get to see it when it takes long."""
+        """Sleep until woken; a long wait is noted in the store, where people can see it."""
         if self._attempts.instead is not None:
             return
         until = self._monotonic() + seconds

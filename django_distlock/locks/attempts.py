@@ -1,4 +1,4 @@
-"""The attempts of one caller: one token, and what became of it."""
+"""The attempts of one caller to acquire a key, with one token, and the outcome."""
 
 from __future__ import annotations
 
@@ -33,38 +33,38 @@ from ..signals import lock_acquired, lock_not_acquired, lock_taken_over, tell
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds at most that a process leaves a key to others who waited for it.
+#: The longest time, in seconds, for which a process leaves a released key to others who waited.
 MOST_REST = 1.0
-#: Seconds without a question of the waiter in front, after which those behind it ask as well.
+#: Seconds without an attempt by the first waiter of a queue, after which the others ask as well.
 PATIENCE = SAFETY_SECONDS + 1.0
 
-#: Seconds in which a key is asked for again where others are in the way in the store and nobody is
-#: known to hold it: behind that it is trouble.
+#: Seconds of further attempts if the record is locked in the store but nobody is known to hold the
+#: key. After that, the store counts as unavailable.
 BUSY_SECONDS = 1.0
 
-#: Seconds from which on an answer is a slow one, which whoever waited in vain is told.
+#: Seconds from which on an answer counts as slow; the error of a wait in vain mentions it.
 SLOW = 1.0
 
-#: Seconds of waiting before people can see who waits: shorter waits are not worth a row.
+#: Seconds of waiting after which a waiter is noted in the store, where people can see it.
 NOTE_AFTER = 1.0
-#: Seconds that a note lives unless it is renewed, and when that is done.
+#: Seconds until a note expires, and until it is renewed.
 NOTE_LIVES, NOTE_RENEWED_AT = 60.0, 30.0
-#: Seconds to the next try where the store was too busy to take a note.
+#: Seconds until the next try if the store was too busy for a note.
 NOTE_TRIED_AGAIN = 5.0
-#: How many attempts may take as long as a note does: it opens a connection, and a transaction.
+#: A note takes as long as so many attempts: it opens a connection and a transaction.
 NOTE_COSTS = 10
 
-#: Called when a caller begins to wait, also in the thread of an event loop: nothing here may block.
+#: Called when a caller begins to wait, also in the thread of an event loop: these must not block.
 when_waiting: list[Callable[[], None]] = []
 
 
 class KeptHere(LockError):
-    """The transactions that the caller works in keep the key: its lease is gone on with."""
+    """The caller's own transaction keeps the key: its lease can be taken over."""
 
 
 @dataclass(slots=True)
 class Answered:
-    """What a store answered, asked at `sent_at` by its `monotonic`, about one of several keys."""
+    """The answer about one of several keys; `sent_at`: when it was asked for (`monotonic`)."""
 
     token: str
     sent_at: float
@@ -76,13 +76,12 @@ class Request:
     """What a caller asks for: a key, for how long, and how long to keep trying.
 
     Attributes:
-        since: When the call began, by the store's `monotonic`; what came before the first attempt
-            is a part of `wait`.
-        home: Whose transactions the caller works in.
-        inside: Tells what is held by the blocks that it cannot leave before, if it has to wait.
-        passed: A release behind those transactions that nobody can go on with.
+        since: When the call began, by the store's `monotonic`; `wait` counts from here.
+        home: The thread whose transactions the caller works in.
+        inside: Returns the keys that the caller's outer blocks hold while it waits.
+        passed: A deferred release on this key that was looked at already.
         permits: How many may hold the key at the same time; None: any number.
-        answered: Gives what the store has answered already, once: it counts as the first attempt.
+        answered: Returns the answer to an earlier request, once: it replaces the first attempt.
     """
 
     key: str
@@ -106,14 +105,14 @@ class Request:
 
 @dataclass(slots=True)
 class Granted:
-    """A grant, and by when its holder must have stopped.
+    """A grant, and the deadline by which its holder must stop.
 
     Attributes:
-        deadline: By the store's `monotonic`. It counts from before the request was sent: the store
-            cannot have granted earlier than that.
-        unheard: Seconds of the shortest question with this token that got no answer: the store may
-            hear it behind others.
-        waited: Seconds from the first question to the grant.
+        deadline: By the store's `monotonic`. It counts from before the request was sent, because
+            the store cannot have granted the key earlier than that.
+        unheard: The shortest ttl of a request with this token that got no answer. The store may
+            still carry that request out, after later ones.
+        waited: Seconds from the first request to the grant.
     """
 
     grant: Grant
@@ -123,7 +122,7 @@ class Granted:
 
 
 class Attempts:
-    """What one caller does in the store until it is granted a key or gives up."""
+    """Makes the requests of one caller until it is granted a key or gives up."""
 
     def __init__(self, backend: BaseLockBackend, request: Request):
         self.backend = backend
@@ -133,22 +132,22 @@ class Attempts:
         now = self.backend.monotonic()
         self._started = now if request.since is None else request.since
         wait = math.inf if request.wait is None else request.wait
-        # Of all that is asked of the store, by `time.monotonic`.
+        # The end of the time for all requests, by `time.monotonic`.
         self._end = time.monotonic() + self._started - now + wait + budgets.PATIENCE
         self._took = 0.0
         self._answered = None if request.answered is None else request.answered()
         self._token = new_token() if self._answered is None else self._answered.token
         self._sent_at = self._started
-        # Whether an attempt got no answer: it may have been granted.
+        # Whether an attempt got no answer, and so may have been granted.
         self._unanswered = False
         self._granted: Grant | None = None
         self._in_the_way: Holder | None = None
         self._taken_from: Holder | None = None
-        # Who limits retries counts on their pauses to pass.
+        # With `max_retries`, no safety attempt shortens the pauses.
         safety = SAFETY_SECONDS if request.retry.max_retries is None else None
         self._pacing = Pacing(request.retry.pauses(), safety)
         self._abandoned = False
-        # Held by an attempt in flight, so that whoever gives up waits for it and undoes it.
+        # Held during an attempt, so that `fail` waits for it and releases what it was granted.
         self._mutex = threading.Lock()
         self._turn: Turn | None = None
         self._wait: Wait | None = None
@@ -156,11 +155,11 @@ class Attempts:
         self._noted_at = -math.inf
 
     def steps(self) -> Steps:
-        """Return the algorithm that drives these attempts."""
+        """Return the algorithm that decides when to make which attempt."""
         request, queues = self.request, self.backend.queues
         # Nearly always nobody waits for any key.
         name = queues.name_of(request.key) if queues or queues.released_wanted else ""
-        # What is granted already is not left to others.
+        # A key that may be granted already is not left to others.
         is_new = self._answered is None
         return acquiring(
             now=self._started,
@@ -173,7 +172,7 @@ class Attempts:
         )
 
     def attempt(self, step: Attempt) -> Outcome:
-        """Ask the store once."""
+        """Make one attempt."""
         request = self.request
         if self._answered is None and (instead := self.instead) is not None:
             return instead
@@ -185,7 +184,7 @@ class Attempts:
             self._sent_at = self.backend.monotonic()
             if self._turn is not None:
                 self._turn.asked_at = time.monotonic()
-            # Until an answer has come: a signal's handler may raise before it is kept.
+            # True until there is an answer: a signal's handler may raise before it is stored.
             unanswered, self._unanswered = self._unanswered, True
             try:
                 outcome: Outcome = budgets.spend(
@@ -196,7 +195,7 @@ class Attempts:
                     request.ttl,
                     request.holder,
                     wanted=step.wanted,
-                    # A grant whose reply was lost is in our own way: it is ours to take over.
+                    # An earlier grant whose answer was lost would be in the way: replace it.
                     replace=step.replace or (self._token if unanswered else None),
                     permits=request.permits,
                     bound=step.bound,
@@ -217,7 +216,7 @@ class Attempts:
             return outcome
 
     def _hear(self, answered: Answered) -> Outcome:
-        """Take the answer of a question that was asked before."""
+        """Use the answer to an earlier request as the outcome of this attempt."""
         outcome = answered.outcome
         self._answered, self._sent_at = None, answered.sent_at
         self._unanswered = isinstance(outcome, BackendUnavailable)
@@ -228,7 +227,7 @@ class Attempts:
         return outcome
 
     def read(self) -> Record | None:
-        """Return the record of the key; None: nobody holds it, or the store does not answer."""
+        """Return the record of the key; None: nobody holds it, or the store is unavailable."""
         try:
             return budgets.spend(self._end, self.backend.read, self.request.key)
         except BackendUnavailable:
@@ -237,8 +236,8 @@ class Attempts:
     # Waiting in this process
 
     def join(self, ring: Callable[[], bool]) -> bool:
-        """Queue up; return whether somebody was in front."""
-        # Kept first: interrupted behind this, it can leave whatever it has joined.
+        """Join the queue of the key in this process; return whether somebody was in front."""
+        # Stored first, so that an interruption after this can leave the queue.
         self._turn = Turn(self.backend.queues.name_of(self.request.key), ring)
         self.backend.queues.join(self._turn)
         request = self.request
@@ -248,7 +247,7 @@ class Attempts:
             inside=request.inside(),
             until=math.inf if request.wait is None else self._started + request.wait,
             ring=ring,
-            # Of some permits, one that is kept is not in the way: others end.
+            # With several permits, one that a transaction keeps does not block the others.
             is_for_one=request.permits in (1, None),
         )
         waits.begin(self._wait)
@@ -258,17 +257,17 @@ class Attempts:
 
     @property
     def instead(self) -> LockError | None:
-        """Return why there is nothing to wait for; None: there may be.
+        """Return why waiting is pointless; None: it is not.
 
-        All of it comes of the transactions that the caller works in, which keep keys until they
-        end: this one, or others that somebody waits for.
+        Each reason is a key that the caller's own transactions keep until they end: this key, or
+        one that its holder waits for.
         """
         request = self.request
         kept = deferred_release.waiting_release(self._name, request.home)
         if kept is not None and kept is not request.passed:
             return KeptHere(f"The transaction has locked {request.key!r}.", key=request.key)
         window = kept if kept is not None and kept.has_window and not kept.is_over else None
-        # Of several permits, this may be granted another one.
+        # With several permits, another one may be granted.
         if window is not None and not window.owner.grant.shared:
             return self._once(window.owner.terms.holder)
         if self._wait is not None and self._wait.in_vain_for is not None:
@@ -281,42 +280,41 @@ class Attempts:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is this caller's turn to ask the store."""
+        """Whether this caller is the first in the queue, and so makes attempts."""
         return self._turn is not None and self.backend.queues.is_first(self._turn)
 
     @property
     def queues(self) -> bool:
-        """Whether to leave the questions to others in front."""
+        """Whether to leave the attempts to the first in the queue."""
         return not self.is_first and self.instead is None
 
     @property
     def patience(self) -> float:
-        """Seconds until the waiter in front has been silent for too long: it may be stuck."""
+        """Seconds until the first waiter has made no attempt for too long: it may be stuck."""
         front = self.backend.queues.front(self.backend.queues.name_of(self.request.key))
         return PATIENCE if front is None else PATIENCE - (time.monotonic() - front.asked_at)
 
     @property
     def may_be_noted(self) -> bool:
-        """Whether to let people see by now, or still, that this caller waits."""
+        """Whether it is time to write, or renew, the note that this caller waits."""
         now = self.backend.monotonic()
         due = now - self._started >= NOTE_AFTER and now - self._noted_at >= NOTE_RENEWED_AT
         return due and self._has_time_for_notes
 
     @property
     def _has_time_for_notes(self) -> bool:
-        """Whether a note takes little of the time in which nobody else would be heard.
+        """Whether a note would take little of the time in which this queue makes no attempt.
 
-        By the last attempt of anybody here: who waits behind another one asks no more, and the
-        first answer of all is a slow one.
+        Estimated from the last attempt in this process, because this caller may have made none.
         """
         left = self._end - budgets.PATIENCE - time.monotonic()
         return self.backend.queues.took * NOTE_COSTS <= min(left, SAFETY_SECONDS)
 
     def note(self) -> None:
-        """Let people see that this caller waits."""
+        """Write or renew the note that this caller waits."""
         self._noted_at = self.backend.monotonic()
         request = self.request
-        # No decision rests on it, and it takes nothing of the time of the last attempt.
+        # No decision depends on the note, and it must not use the time of the last attempt.
         with suppress(LockError):
             self._note = budgets.spend(
                 self._end - budgets.PATIENCE,
@@ -327,7 +325,7 @@ class Attempts:
             self._noted_at += NOTE_TRIED_AGAIN - NOTE_RENEWED_AT
 
     def leave(self) -> Callable[[], None] | None:
-        """Wait no more; return what is left to do in the store, if anything."""
+        """Leave the queue; return what is left to do in the store, if anything."""
         if self._wait is not None:
             waits.end(self._wait)
         if self._turn is not None:
@@ -338,7 +336,7 @@ class Attempts:
     def _drop(self, note: str) -> None:
         drop = partial(self.backend.waiters.drop, self.request.key, note)
         self._note = None
-        # In somebody's way, or on a slow store, it ends by itself.
+        # On a slow or unavailable store, the note is left to expire.
         if self.backend.queues.took * NOTE_COSTS <= SAFETY_SECONDS:
             with suppress(LockError):
                 budgets.spend(self._end, drop)
@@ -346,7 +344,7 @@ class Attempts:
     # The end
 
     def give_back(self, grant: Grant) -> None:
-        """Release a grant that nobody will use."""
+        """Release a grant that will not be used."""
         answered = not self._unanswered
         try:
             released = budgets.spend(self._end, self.backend.release, grant)
@@ -362,13 +360,13 @@ class Attempts:
             )
         if not answered:
             self._release_later()
-        # A release that is still on its way must not end the next grant.
+        # A new token: a release that is still on its way must not end the next grant.
         self._token, self._unanswered = new_token(), False
-        # Behind it: interrupted before, whoever cleans up gives it back.
+        # Last, so that after an interruption `fail` releases the grant again.
         self._granted = None
 
     def conclude(self, outcome: Outcome) -> Granted:
-        """Return the grant, or raise why there is none."""
+        """Return the grant, or raise the error that says why there is none."""
         self.concluded = True
         request = self.request
         if isinstance(outcome, Grant):
@@ -396,10 +394,10 @@ class Attempts:
         raise error
 
     def fail(self, error: BaseException) -> None:
-        """Leave nothing held, and tell."""
+        """After an exception: leave the queue, release any grant, and report the refusal."""
         turn, rest = self._turn, self.leave()
         if turn is not None:
-            # Where it was interrupted, it may have left without waking the next.
+            # If `leave` was interrupted, it may not have woken the next waiter.
             self.backend.queues.ring(turn.name)
         with self._mutex:
             self._abandoned = True
@@ -414,7 +412,7 @@ class Attempts:
             self._tell_refusal(error)
 
     def has_listeners(self) -> bool:
-        """Whether somebody is told of the end."""
+        """Whether a signal that `conclude` may send has receivers."""
         sender = type(self.backend)
         told = [lock_acquired, lock_not_acquired]
         if self._taken_from is not None:
@@ -453,9 +451,9 @@ class Attempts:
         return error
 
     def _rest(self, name: str) -> float:
-        """Return the seconds to leave a key to others, who waited when this process gave it up.
+        """Return for how many seconds to leave the key to others who waited at its release.
 
-        Who released it would win each time: the others have yet to hear of it.
+        The process that released it would win every time, before the others were woken.
         """
         most = min(MOST_REST, next(self.request.retry.pauses(), 0.0))
         return self.backend.queues.rest(name, most)
@@ -507,17 +505,17 @@ class Attempts:
 
 
 def release_unanswered(backend: BaseLockBackend, grant: Grant) -> None:
-    """Release what an attempt without answer may have been granted, now and once more.
+    """Release what an attempt without an answer may have been granted, now and once more.
 
-    A server that lost its client goes on waiting for its turn, and may grant behind the first
-    release: as long as the bound for each of the two rows that it waits for.
+    A server that has lost its client may still wait for two rows, for the bound each, and then
+    grant the key after the first release.
     """
     deferred_release.later(partial(_release_unheard, backend, grant))
     release_once_more(backend, grant)
 
 
 def release_once_more(backend: BaseLockBackend, grant: Grant) -> None:
-    """Release what the store may grant to a token that is not used any more: see `Attempts`."""
+    """Release once more, later, what the store may still grant to a token that was given up."""
     deferred_release.later(partial(_release_unheard, backend, grant), 2.5 * MAX_BOUND)
 
 
@@ -533,7 +531,7 @@ def _release_unheard(backend: BaseLockBackend, grant: Grant) -> None:
 
 
 def endless(key: str, kept: str) -> LockUsageError:
-    """Return why a transaction that keeps a key does not wait for another one for ever."""
+    """Return the error for waiting without a limit while a transaction keeps another key."""
     return LockUsageError(
         f"Waiting for {key!r} without a limit is refused: this transaction holds {kept!r} until it"
         f" ends, and the holder of {key!r} may be waiting for it. Set wait, or acquire the locks"
@@ -544,7 +542,7 @@ def endless(key: str, kept: str) -> LockUsageError:
 
 
 def unclear(backend: BaseLockBackend, key: str, took: float) -> BackendUnavailable:
-    """Return what a caller is told where the store could not say in time who has a key."""
+    """Return the error for a store that could not say in time who holds a key."""
     return BackendUnavailable(
         f"The lock store {backend.alias!r} could not say within {took:.1f} s whether {key!r} is"
         " free. A transaction blocks it, for example by a table lock.",
@@ -554,7 +552,7 @@ def unclear(backend: BaseLockBackend, key: str, took: float) -> BackendUnavailab
 
 
 def refusal(key: str, wait: float | None, outcome: Contended, took: float = 0.0) -> LockNotAcquired:
-    """Return what a caller is told who waited in vain; the last answer took so many seconds."""
+    """Return the error for a wait in vain; `took`: the seconds of the last answer."""
     within = f"within {wait:g} s" if wait else "at once"
     waited = "by the last retry" if wait is None else within
     holder = outcome.holder

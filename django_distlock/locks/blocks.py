@@ -1,10 +1,10 @@
-"""What a block of code has taken from a store, and what ends that when the block is gone.
+"""Blocks: what a `with` statement has acquired, released even if the block never ends properly.
 
 The handler of a signal (a time limit, Ctrl-C) may raise between any two steps of the main thread,
-also at the first line of `__exit__`, and inside of every `finally`. So nothing here rests on Python
-code that must run when a block is left. A block is open for as long as an object lives that the
-interpreter itself keeps on its stack, and drops in whatever way the block is left: its sentinel. If
-it dies before the block has closed, a thread of ours ends what the block has.
+also at the first line of `__exit__` and inside every `finally`. So a release cannot depend on code
+that runs at the end of the block. Instead, each block has a sentinel: an object that only the
+interpreter's stack refers to. However the block is left, the interpreter drops the sentinel. If the
+block has not closed by then, a thread of this package releases what the block holds.
 
 See docs/decisions/what-a-signal-can-interrupt.md.
 """
@@ -32,17 +32,17 @@ S = TypeVar("S")
 
 
 class Block:
-    """A block of code, from before it asks for its key until it has given it back.
+    """A block of code, from before the first attempt to acquire its key until after the release.
 
     Attributes:
-        owner: Whose block it is; None: not known yet.
+        owner: The object that is entered; None: not known yet.
         name: The backend and the key.
-        lease: What it holds, for the code inside.
-        release: What ends that.
-        inner: Whether a block around it holds the lease, and will release it.
-        attempts: What asks for the key, and leaves nothing held where it fails.
-        adopting: The release behind a transaction whose lease it goes on with.
-        home: The thread whose transactions it works in; 0: it was asked for by a call.
+        lease: The lease that the code inside gets.
+        release: Releases the lease.
+        inner: Whether an outer block holds the lease and will release it.
+        attempts: The attempts to acquire the key. They clean up after themselves when they fail.
+        adopting: The deferred release of an earlier block whose lease this block takes over.
+        home: The thread whose transactions it works in; 0: the key was acquired by a call.
     """
 
     name: tuple[str, str] | None = None
@@ -58,36 +58,36 @@ class Block:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has neither closed nor gone."""
+        """Whether it has not been closed, and its sentinel is alive."""
         sentinel = every.get(self)
         return sentinel is not None and sentinel() is not None
 
     def watch(self, sentinel: Any) -> None:
-        """Be open for as long as an object lives, in the place of the one before."""
+        """Stay open while `sentinel` lives; it replaces the sentinel before."""
         every[self] = workers.when_gone(sentinel, self._end)
 
     def watched(self) -> object:
-        """Be open for as long as the object lives that is returned."""
+        """Return a new sentinel: the block stays open while it lives."""
         sentinel = functools.partial(bool)
         self.watch(sentinel)
         return sentinel
 
     def stay_open(self) -> None:
-        """Be open until it is closed, for who enters and leaves it by calls."""
-        every[self] = object  # Called, it is never None.
+        """Stay open until `close()`: for callers that enter and leave without a `with`."""
+        every[self] = object  # A call of it never returns None, so the block never counts as gone.
 
     def close(self) -> None:
-        """Say that nothing is left to end."""
+        """Mark the block as ended: nothing is left to release."""
         every.pop(self, None)
-        # They refer to this one: the garbage collector would have to find out.
+        # They refer back to the block, and only the garbage collector would free such a circle.
         self.lease = self.release = None
 
     # In the worker's thread
 
     def _end(self) -> None:
-        """End what is left of a block that is gone."""
-        # What has called may be the weak reference of before, which whoever looked at all blocks
-        # kept alive: of a block that has closed, or is open for as long as another sentinel lives.
+        """Release what a block holds whose sentinel has died."""
+        # The caller may be the weak reference of an earlier sentinel, kept alive by somebody who
+        # iterated over all blocks. Then the block has closed, or has another sentinel by now.
         if self not in every or self.is_open or self in _giving_up:
             return
         release, attempts, adopting = self.release, self.attempts, self.adopting
@@ -101,12 +101,12 @@ class Block:
         elif adopting is not None:
             adopting.give_back()
         elif attempts is not None:
-            # It may have to wait for an attempt in flight, and others here must not.
+            # This may wait for an attempt in flight, and this thread must not: others need it.
             _giving_up[self] = [attempts]
             try:
                 attempts.backend.threads.submit(self._give_up)
             except RuntimeError:
-                # No thread starts: the interpreter ends, or there are too many.
+                # No thread can be started: the interpreter is exiting, or there are too many.
                 self._give_up()
             return
         elif release is not None:
@@ -117,7 +117,7 @@ class Block:
         try:
             attempts = _giving_up[self].pop()
         except (KeyError, IndexError):
-            return  # It was done in place of a thread that did not start.
+            return  # Done already, by the thread that could not start another one.
         try:
             attempts.fail(LockError("The acquire was interrupted.", code="aborted"))
         finally:
@@ -125,11 +125,11 @@ class Block:
             _giving_up.pop(self, None)
 
 
-#: Blocks that are quickly looked through.
+#: How many blocks can be searched one by one at little cost.
 FEW = 32
-#: What is open, or gone and not ended yet.
+#: All blocks that have not closed, with a callable that returns None once the sentinel has died.
 every: dict[Block, Callable[[], object]] = {}
-#: What asks for keys that nobody waits for any more.
+#: The attempts of blocks that were interrupted while they acquired their key.
 _giving_up: dict[Block, list[Any]] = {}
 _opening = threading.local()
 
@@ -140,15 +140,15 @@ class _Exit:
 
     @classmethod
     def by(cls, leave: Callable[Concatenate[Any, S, P], R]) -> Callable[Concatenate[S, P], R]:
-        """Return one that is a method for who checks types."""
+        """Wrap a method, typed as the method that it replaces."""
         return cast("Callable[Concatenate[S, P], R]", cls(leave))
 
 
 class Leaving(_Exit):
-    """Is `__exit__` or `__aexit__`: the statement `with` gets one of its own each time.
+    """A descriptor for `__exit__` and `__aexit__` that opens a new block at each lookup.
 
-    The interpreter asks for it before it calls `__enter__`, and keeps what it gets on its stack for
-    as long as the block is open, where no traceback refers to it.
+    The interpreter looks `__exit__` up before it calls `__enter__`, and keeps the result on its
+    stack until the block is left. No traceback refers to it there, so it serves as the sentinel.
     """
 
     def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
@@ -161,12 +161,13 @@ class Leaving(_Exit):
         return sentinel
 
     def _leave_by_class(self, block: Block, owner: object, *end: object) -> Any:
-        # Frames of an `ExitStack` refer to what it calls, and its errors to its frames.
+        # An `ExitStack` looks `__exit__` up on the class. Its frames keep the result alive, and its
+        # errors keep the frames alive, so the block gets a sentinel that no frame refers to.
         return (block.watched(), self._leave(block, owner, *end))[1]
 
 
 def opened(owner: object) -> Block:
-    """Return the block that `owner` enters: that of the statement `with`, or a new one."""
+    """Return the block that `owner` enters: the one of the `with` statement, or a new one."""
     block: Block | None = getattr(_opening, "block", None)
     _opening.block = None
     if (
@@ -182,22 +183,22 @@ def opened(owner: object) -> Block:
 
 
 class Entered:
-    """What a block has entered, of an object that may be kept and used again."""
+    """The block that one `with` statement has entered, of an object that may be entered again."""
 
     def __init__(self) -> None:
         self.block: Any = None
 
     def left(self) -> Any:
-        """Return the block to leave, once."""
+        """Return the block to leave, the first time; then None."""
         block, self.block = self.block, None
         return block
 
 
 class Keeping(_Exit):
-    """Is `__exit__` or `__aexit__` of what enters locks: see `Leaving`.
+    """A descriptor like `Leaving`, for objects that enter a lock inside their own `__enter__`.
 
-    The statement `with` alone has what it returns, and with it all that the block holds: where a
-    signal's exception breaks out of that, nothing else keeps it.
+    Only the `with` statement refers to the result, and only the result refers to what was entered.
+    So if a signal's handler raises out of the block, all of it is dropped.
     """
 
     def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
@@ -207,7 +208,7 @@ class Keeping(_Exit):
 
 
 def entered_by(owner: object) -> Entered | None:
-    """Return what the statement `with` keeps that enters `owner`; None: it is entered by a call."""
+    """Return the `Entered` of the `with` statement that enters `owner`; None: it was a call."""
     whose, reference = getattr(_opening, "entered", (None, lambda: None))
     _opening.entered = None, lambda: None
     entered: Entered | None = reference()
@@ -215,23 +216,20 @@ def entered_by(owner: object) -> Entered | None:
 
 
 def flush(name: tuple[str, str]) -> None:
-    """Wait until blocks on this key have ended that were left without their end.
-
-    A store that hangs holds it up for a second at most.
-    """
+    """Wait until interrupted blocks on this key have released it: `MAX_BOUND` seconds at most."""
     until = time.monotonic() + MAX_BOUND
     while _is_left(name) and time.monotonic() < until:
         time.sleep(0.001)
 
 
 async def aflush(backend: BaseLockBackend, name: tuple[str, str]) -> None:
-    """See `flush`. The event loop's thread does not wait."""
+    """See `flush`; the event loop does not block."""
     if _is_left(name):
         await backend.threads.run(flush, name)
 
 
 def _is_left(name: tuple[str, str]) -> bool:
-    # Where there are many, they are looked through only if one has gone.
+    # Many blocks are searched only if a sentinel has died: the search takes its time.
     if len(every) > FEW and not (workers.has_gone() or _giving_up):
         return False
     left = [block for block, gone in list(every.items()) if block.name == name and gone() is None]
@@ -239,12 +237,13 @@ def _is_left(name: tuple[str, str]) -> bool:
 
 
 def _finish() -> None:
-    """Let acquires that were interrupted a moment ago be given up: the interpreter ends."""
+    """Before the interpreter exits, wait until interrupted blocks have been cleaned up."""
     until = time.monotonic() + EXIT_PATIENCE
-    # What the worker has just taken from its queue is neither there nor begun, but still here.
+    # `every` is looked at, and not the worker's queue: a block that the worker has just taken from
+    # there is only in `every`.
     while any(gone() is None for gone in list(every.values())) and time.monotonic() < until:
         time.sleep(0.001)
-    # Given up, they leave the release of what had no answer to the worker.
+    # Attempts that had no answer leave their release to the worker.
     workers.releases.finish()
 
 

@@ -1,4 +1,4 @@
-"""Who gets to know that a lease is lost, or about to be."""
+"""Report the loss of a lease, or the danger of it: callbacks, and the cancellation of a task."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..database.connections import close_here
 
 logger = logging.getLogger("django_distlock")
 
-#: Is given the lease.
+#: A function that is called with the lease.
 Callback = Callable[[Any], object]
 Call = tuple[Callback, Any]
 
 
 class Callbacks:
-    """Who is called back about one lease."""
+    """The callbacks of one lease."""
 
     def __init__(self) -> None:
         self.lost: list[Call] = []
@@ -34,16 +34,16 @@ class Callbacks:
 
 
 class Losses:
-    """What one lease tells of its end: each thing once, and nothing behind a clean release."""
+    """Reports the loss of one lease: each fact once, and nothing after a clean release."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        #: Whether it was told, or is being told, that the lease is lost.
+        #: Whether the loss has been reported, or is being reported.
         self.told = False
         kept = Callbacks()
         self._callbacks: Callable[[], Callbacks | None] = lambda: kept
         self._warns = False
-        #: The deadline before which a warning has been given, by its number of seconds.
+        #: For each callback by its index, the deadline that it has been warned of.
         self._warned: dict[int, float] = {}
         self._task: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -52,13 +52,13 @@ class Losses:
         self._cancelling = 0
 
     def claim(self) -> bool:
-        """Return True once: to the one who has to tell that the lease is lost."""
+        """Return True once: to the caller that has to report the loss."""
         with self._mutex:
             first, self.told = not self.told, True
             return first
 
     def on_lost(self, callback: Callback, lease: Any) -> None:
-        """Call back when the lease is lost; at once, if it is."""
+        """Call back when the lease is lost; at once if it is already."""
         _validate(callback)
         with self._mutex:
             callbacks = self._callbacks()
@@ -68,7 +68,7 @@ class Losses:
         _call(callback, lease)
 
     def on_danger(self, callback: Callback, before: float, lease: Any) -> None:
-        """Call back so many seconds before the lease would be lost."""
+        """Call back `before` seconds ahead of the deadline."""
         _validate(callback)
         callbacks = self._callbacks()
         if callbacks is not None:
@@ -76,18 +76,18 @@ class Losses:
             self._warns = True
 
     def entrust(self) -> Callbacks:
-        """Return the callbacks for somebody else to keep: without that one they are not called."""
+        """Return the callbacks. They are called only while somebody keeps a reference to them."""
         callbacks = self._callbacks() or Callbacks()
         self._callbacks = weakref.ref(callbacks)
         return callbacks
 
     def call(self) -> None:
-        """Call those back who wait for the loss."""
+        """Call the callbacks for the loss."""
         callbacks = self._callbacks()
         warn([] if callbacks is None else callbacks.lost)
 
     def next_due(self, deadline: float) -> float:
-        """Return when a callback has to be warned; the deadline: all have been."""
+        """Return when the next warning is due; the deadline if there is none."""
         due = deadline
         for index, (before, _call) in enumerate(self._danger if self._warns else []):
             if self._warned.get(index) != deadline:
@@ -95,7 +95,7 @@ class Losses:
         return due
 
     def warnings(self, deadline: float, now: float) -> list[Call]:
-        """Return who has to be warned now. A renewal makes a new deadline, and so a new warning."""
+        """Return the warnings due now. A renewal moves the deadline, and allows a new warning."""
         found: list[Call] = []
         for index, (before, call) in enumerate(self._danger):
             if deadline - before <= now and self._warned.get(index) != deadline:
@@ -108,24 +108,24 @@ class Losses:
         callbacks = self._callbacks()
         return [] if callbacks is None else callbacks.danger
 
-    # The awaiting task
+    # The task in the block
 
     def works_under(self, task: asyncio.Task[Any], *, cancels: bool) -> None:
-        """Say which task is in the block, and whether it is cancelled when the lease is lost."""
+        """Set which task works in the block, and whether a loss cancels it."""
         self._task, self._loop, self._cancels = task, task.get_loop(), cancels
         self._cancelling = task.cancelling()
 
     def is_task(self, task: asyncio.Task[Any] | None) -> bool:
-        """Whether this is the task in the block; None: whether there is none."""
+        """Whether `task` works in the block; None: whether no task does."""
         return self._task is task
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the loop was closed whose task is in the block: nobody will leave it."""
+        """Whether the event loop of the task was closed, so that the block will never be left."""
         return self._task is not None and self._loop is not None and self._loop.is_closed()
 
     def cancel(self) -> None:
-        """Cancel the task, from any thread."""
+        """Cancel the task. May be called in any thread."""
         loop = self._loop
         if loop is not None and self._cancels:
             try:
@@ -134,22 +134,23 @@ class Losses:
                 self._loop = None  # The loop was closed, and the task with it.
 
     def _cancel(self) -> None:
-        # In the loop's thread, as `left_block`: a block that was left is not cancelled any more.
+        # This runs in the loop's thread, as `left_block` does. So a block that was left is not
+        # cancelled any more.
         if self._task is not None and not self._cancelled:
             self._cancelled = True
             self._task.cancel("The lease is lost.")
 
     def left_block(self, error: BaseException | None) -> bool:
-        """Say that the task has left its block; return whether `error` is our cancellation."""
+        """Note that the task has left its block; return whether `error` is our cancellation."""
         task, self._task = self._task, None
         if task is None or not self._cancelled:
             return False
-        # As asyncio.timeout does: somebody else's cancellation goes on.
+        # As in asyncio.timeout(): a cancellation by somebody else is passed on.
         return task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError)
 
 
 def before_end(before: Duration | None, ttl: float | None, key: str) -> float:
-    """Return how many seconds before its end a lease is in danger; None: a part of its ttl."""
+    """Validate `before`, and return it in seconds; None: a part of the ttl."""
     if before is None:
         before = 0.0 if ttl is None else ttl * DANGER_PART
     before = seconds(before, "before")
@@ -163,25 +164,25 @@ def before_end(before: Duration | None, ttl: float | None, key: str) -> float:
 
 
 def warn(calls: list[Call]) -> None:
-    """Call callbacks, each whatever becomes of the others."""
+    """Call all callbacks; an error in one does not stop the others."""
     for callback, lease in calls:
         _call(callback, lease)
 
 
 def apart(work: Callable[[], None]) -> None:
-    """Do what may take long in a thread of its own: a timer's thread must not wait for it."""
+    """Run work that may take long in a new thread, so that the caller's thread does not wait."""
 
     def run() -> None:
         try:
             work()
         finally:
-            # What a receiver opened in this thread, no end of a request would ever close.
+            # No end of a request closes the connections that a receiver opens in this thread.
             close_here()
 
     try:
         start_thread(threading.Thread(target=run, name="distlock-lost", daemon=True))
     except RuntimeError:
-        work()  # The interpreter ends, or there are too many threads.
+        work()  # No thread can be started: the interpreter is exiting, or there are too many.
 
 
 def _call(callback: Callback, lease: Any) -> None:
@@ -189,7 +190,7 @@ def _call(callback: Callback, lease: Any) -> None:
         callback(lease)
     except (Exception, SystemExit) as error:
         pass_on(error)
-        # In another thread than the main one it ends nothing but the calls behind it.
+        # In other threads than the main one, SystemExit would only skip the remaining callbacks.
         if isinstance(error, SystemExit) and threading.current_thread() is threading.main_thread():
             raise
         extra = log_fields(

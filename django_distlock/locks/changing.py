@@ -1,7 +1,4 @@
-"""How a lease is extended, or shared, by its holder: the store is asked until it knows.
-
-What the heartbeat does by itself is in `state`.
-"""
+"""Extend or downgrade a lease at its holder's request. Renewals by the heartbeat are in `state`."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from .state import GONE, Holding, hold_from
 
 
 def extend(holding: Holding, ttl: Duration | None) -> None:
-    """Make a lease end so many seconds from now: see `Lease.extend`."""
+    """Make a lease end `ttl` seconds from now: see `Lease.extend`."""
     answer, slack = holding.alone(partial(_extend, holding, ttl))
     holding.keep_on()
     holding.tell(lock_extended, ttl=answer.ttl, slack=slack, cause=None)
@@ -41,7 +38,7 @@ def _extend(holding: Holding, ttl: Duration | None) -> tuple[Grant, float | None
         deadline = sent_at + holding.counted(new)
         holding.shorten(deadline)
         if holding.is_lost:
-            # While an earlier question had no answer, or just now: it is told, and stays so.
+            # Lost since an earlier attempt that got no answer. It is never extended after that.
             holding.lose(holding.why_over(), tells=False)
         return ask_to_extend(holding, new, bound)
 
@@ -54,7 +51,7 @@ def _extend(holding: Holding, ttl: Duration | None) -> tuple[Grant, float | None
     slack = _left(holding, before)
     if isinstance(answer, Grant):
         holding.grant = answer
-    # Seen as lost by anybody, it stays lost, whatever the store says now.
+    # If anybody has seen it as lost meanwhile, it stays lost, whatever the store says.
     is_late = holding.monotonic() >= deadline
     if not isinstance(answer, Grant) or holding.state == "lost" or is_late:
         why = GONE if answer is None else "no answer came before its deadline"
@@ -65,10 +62,10 @@ def _extend(holding: Holding, ttl: Duration | None) -> tuple[Grant, float | None
 
 
 def ask_to_extend(holding: Holding, ttl: float | None, bound: float) -> Grant | Unknown | None:
-    """Ask the store once, and remember where it does not answer."""
+    """Make one attempt to extend, and remember it if there is no answer."""
     answered = False
     try:
-        # With a ttl in the grant: an argument of None would mean that of the last extend.
+        # The ttl is passed in the grant, because the argument `ttl=None` means that of the grant.
         answer = holding.store.extend(replace(holding.grant, ttl=ttl), bound=bound)
         answered = True
         return answer
@@ -83,7 +80,7 @@ def _left(holding: Holding, deadline: float) -> float | None:
 
 
 def downgrade(holding: Holding) -> None:
-    """Share the key, without a moment in between: see `Lease.downgrade`."""
+    """Share the key, which is never free in between: see `Lease.downgrade`."""
     holding.alone(partial(_downgrade, holding))
     holding.keep_on()
 
@@ -91,7 +88,7 @@ def downgrade(holding: Holding) -> None:
 def _downgrade(holding: Holding) -> None:
     holding.check(tells=False)
     before, store, sent_at, unanswered = holding.grant, holding.store, 0.0, 0
-    # Behind an answer that was lost, it takes the place that it has by then.
+    # All attempts use one token: after a lost answer, the next one finds its own place.
     token = new_token()
     if before.shared:
         return
@@ -125,7 +122,7 @@ def _downgrade(holding: Holding) -> None:
 
     is_kept = False
     try:
-        # The lease is not renewed meanwhile, and is to last.
+        # The lease is not renewed meanwhile, so only a half of what is left is used.
         now = holding.monotonic()
         until = now + min(budgets.PATIENCE, (holding.deadline - now) / 2)
         answer = insist(store, question, until, holding.terms.retry)
@@ -143,11 +140,11 @@ def _downgrade(holding: Holding) -> None:
         is_kept = True
     finally:
         if not is_kept:
-            # It may have been granted, be it that no answer came or that a signal raised.
+            # It may have been granted: there was no answer, or a signal's handler raised.
             release_unanswered(store, replace(before, token=token, shared=True))
     hold = hold_from(answer.acquired_at, holding.terms.hold, before.acquired_at)
     holding.terms = replace(holding.terms, hold=hold, permits=None)
-    # What was asked with the token before concerns nobody any more.
+    # Requests with the token before have no effect any more.
     holding.unheard = before.ttl if unanswered and before.ttl is not None else math.inf
     holding.deadline = sent_at + holding.counted(answer.ttl)
     holding.renewing.renewed(sent_at, holding.counted(answer.ttl))

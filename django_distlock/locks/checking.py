@@ -1,6 +1,6 @@
-"""What a lock may be described as: the rules of the arguments of `distlock()`.
+"""Validate the arguments of `distlock()`.
 
-They need no store; what depends on the settings is checked when a lock is taken: `terms_of`.
+This needs no store. Rules that depend on settings are checked when a lock is acquired: `terms_of`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ L = TypeVar("L", bound="Lock")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: What looks like a field of a template.
+#: Matches a field of a template.
 _FIELD: Final = re.compile(r"\{[^\W\d]\w*[^{}\"']*\}")
 
-#: What other packages call an argument, and what it is here.
+#: Arguments of other packages, and what they are called here.
 _ELSEWHERE: Final = {
     "timeout": "ttl (seconds until the lease expires) or wait (seconds to wait for the lock)",
     "blocking_timeout": "wait (seconds to wait for the lock)",
@@ -46,7 +46,7 @@ _ELSEWHERE: Final = {
 
 
 def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function say how its argument is called when it is given that of another package."""
+    """Add a hint to the `TypeError` for an argument that other packages have."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -63,7 +63,7 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check(lock: Lock) -> None:
-    """Refuse what breaks a rule, by an `InvalidArgument`."""
+    """Raise `InvalidArgument` for an argument that breaks a rule."""
     if normalize_key(lock.key) != lock.key:
         raise InvalidArgument("The key of a Lock must be in NFC. distlock() accepts any spelling.")
     if not isinstance(lock.backend, str):
@@ -83,14 +83,14 @@ def check(lock: Lock) -> None:
 
 
 def check_lifetime(lock: Lock, ttl: float | None) -> None:
-    """Refuse a `max_lifetime` below the ttl: nothing cuts that short."""
+    """Refuse a `max_lifetime` below the ttl, because a lease lasts for its ttl at least."""
     lifetime = seconds(lock.max_lifetime, "max_lifetime", minimum=MIN_TTL)
     if ttl is not None and lifetime < ttl:
         raise InvalidArgument(f"max_lifetime ({lifetime:g} s) is below the ttl ({ttl:g} s).")
 
 
 def terms_of(lock: Lock, store: BaseLockBackend) -> Terms:
-    """Return what a lease is held for, with the settings in place of what is left out."""
+    """Return the terms of a lease, with the settings for arguments that are left out."""
     if "{" in lock.key and not lock._filled:
         _warn_of_field(lock.key)
     ttl = lock.ttl
@@ -123,7 +123,7 @@ def terms_of(lock: Lock, store: BaseLockBackend) -> Terms:
 
 
 def template(lock: Lock) -> str:
-    """Return the template of a decorator's keys; refuse `on_conflict="yield"`, for blocks alone."""
+    """Return the key template of a decorator; refuse `on_conflict="yield"`, which needs a block."""
     if lock.on_conflict == "yield":
         raise LockUsageError(
             f'on_conflict="yield" lets a block decide whether it runs without {lock.key!r}, and a'
@@ -137,7 +137,7 @@ def template(lock: Lock) -> str:
 def around(
     function: Callable[P, T], block: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 ) -> Callable[P, T]:
-    """Return a function like this one, each call or await of which is inside of its `block`."""
+    """Wrap a function so that each call or await of it runs inside a `block` of its own."""
     if inspect.iscoroutinefunction(function):
 
         async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -157,7 +157,7 @@ def around(
 def for_call(
     lock: L, key: str | KeyTemplate, args: Sequence[Any], kwargs: Mapping[str, Any], **more: Any
 ) -> L:
-    """Return the lock of one call of what it decorates; `key` is that of the call, or makes it."""
+    """Return the lock for one call of a decorated function; `key`: a key, or its template."""
     if isinstance(key, KeyTemplate):
         key = key.render(args, kwargs)
     permits = lock.permits
@@ -167,7 +167,7 @@ def for_call(
 
 
 def counted(lock: Lock) -> int:
-    """Return how many may hold the key of a lock; refuse a function, which needs a call."""
+    """Return the number of permits; refuse a function, which needs the arguments of a call."""
     if callable(lock.permits):
         raise LockUsageError(
             f"permits of {lock.key!r} is a function of a call's arguments: it goes with decorators."
@@ -179,7 +179,7 @@ def counted(lock: Lock) -> int:
 
 
 def _warn_of_field(key: str) -> None:
-    """Warn where a block locks a text that was meant to be filled: one key for all."""
+    """Warn if the key of a block looks like a template: all blocks would share that key."""
     found = _FIELD.search(key)
     if found is not None:
         warnings.warn(

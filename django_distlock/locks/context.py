@@ -1,4 +1,4 @@
-"""Which leases the current context holds."""
+"""The leases that the current thread or task holds, by the blocks it is in."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from .changing import ask_to_extend
 from .lease import Lease
 from .state import GONE, Holding, Terms
 
-#: The blocks around the code that runs, the innermost last. A tuple, because a context that was
-#: copied for a task or a thread must not see what its original changes.
+#: The blocks around the running code, the innermost last. A tuple, because a task or thread with a
+#: copy of the context must not see later changes of the original.
 _bound: ContextVar[tuple[Block, ...]] = ContextVar("distlock_leases", default=())
 
 
 def current_lease(key: Key | None = None) -> Lease | None:
-    """Return the lease of the innermost block around the code that runs; None: there is none.
+    """Return the lease of the innermost block around the running code, or None.
 
-    A lease that was lost amid the block is returned as well, so that `check()` raises `LockLost`.
+    A lease that was lost inside the block is returned as well, so that its `check()` raises
+    `LockLost`.
 
     Args:
-        key: Only that of this key.
+        key: Only consider leases on this key.
     """
     wanted = None if key is None else stored_key(key)
     leases = (each for each in _around() if each.held or each.is_lost)
@@ -44,21 +45,21 @@ def current_lease(key: Key | None = None) -> Lease | None:
 
 
 def has_blocks() -> bool:
-    """Whether the code that runs is in a block of any lock."""
+    """Whether the running code is inside a block of any lock."""
     return bool(_bound.get())
 
 
 def holds(backend: str, key: str) -> Lease | None:
-    """Return what a block around the code that runs holds of a key."""
+    """Return the lease that an outer block holds on a key, or None."""
     for each in _around():
-        # Whether a lease is held is asked last: of many, hardly any is on this key.
+        # `held` costs most, so it is asked last.
         if each.key == key and each.backend == backend and each.held:
             return each
     return None
 
 
 def entered_here() -> tuple[tuple[str, str], ...]:
-    """Return what this very thread or task holds by its blocks, for as long as it is in them."""
+    """Return the keys that this thread or task holds until it leaves its blocks."""
     held = [each._holding for each in _held()]
     if not held:
         return ()
@@ -70,31 +71,31 @@ def entered_here() -> tuple[tuple[str, str], ...]:
 
 
 def enter(owner: object, backend: str, key: str) -> Block:
-    """Return the block that `owner` enters, which the current context is in from now on."""
+    """Return the block that `owner` enters, and add it to the current context."""
     block = blocks.opened(owner)
     block.name, block.home = (backend, key), deferred_release.home()
-    # What a signal's exception has broken out of is left here, and not open any more.
+    # Blocks that a signal's exception has broken out of are still listed, but not open.
     around = _bound.get()
     _bound.set((*(each for each in around if each.is_open), block) if around else (block,))
     return block
 
 
 def bind(lease: Lease) -> Block:
-    """Let the current context hold a lease that others release, until the block is dropped."""
+    """Let the current context hold a lease that somebody else will release; see `drop`."""
     block = enter(lease, lease.backend, lease.key)
     block.lease, block.release, block.inner = lease, lease._release, True
     return block
 
 
 def unbind(owner: object, block: Block | None = None) -> tuple[Block | None, LockUsageError | None]:
-    """Return the block that is left, and that the current context is in no more.
+    """Take the block that is left out of the current context, and return it.
 
-    Where another thread or task entered the block, the error says so. The block is returned with it
-    if there is no doubt which one it is: its lease can still be released.
+    If another thread or task entered the block, an error is returned that says so. The block is
+    returned with it if there is no doubt which one it is, because its lease can still be released.
 
     Args:
-        owner: Whose it is.
-        block: The one that a statement `with` leaves; None, or not entered: the last of its owner.
+        owner: The object that is left.
+        block: The block of the `with` statement; None, or never entered: the owner's last one.
     """
     held, every = _bound.get(), [block]
     if block is None or block.lease is None:
@@ -116,7 +117,7 @@ def unbind(owner: object, block: Block | None = None) -> tuple[Block | None, Loc
 
 
 def drop(block: Block) -> None:
-    """Leave a block that got nothing, or that has ended what it had."""
+    """Close a block that holds nothing (any more), and take it out of the current context."""
     held = _bound.get()
     if block in held:
         _bound.set(tuple([each for each in held if each is not block]))
@@ -124,18 +125,19 @@ def drop(block: Block) -> None:
 
 
 def adopt(store: BaseLockBackend, request: Request, terms: Terms, block: Block) -> Lease | None:
-    """Return a lease that goes on with one that waits for a transaction of this thread to end.
+    """Take over the lease of an earlier block, kept until a transaction of this thread ends.
 
-    None: there is none, or the store does not know it any more, or does not answer in time. The
-    block ends what does not reach who asked for it.
+    Returns:
+        The lease that continues it; None: there is none, it is gone from the store, or the store
+        does not answer in time. The block releases a lease that does not reach the caller.
     """
     waiting = request.passed
-    # Claimed first: the end of the transaction must not release what goes on.
+    # Claimed first, so that the end of the transaction does not release it meanwhile.
     block.adopting = waiting
     if waiting is None or waiting.has_window or not waiting.claim(block):
         block.adopting = None
         return None
-    # Interrupted, it is left to the transactions again, also where a call asks.
+    # If this is interrupted, the transactions keep it again, also for a lease without a block.
     block.home = request.home
     wait = math.inf if request.wait is None else request.wait
     end = time.monotonic() + wait + budgets.PATIENCE
@@ -164,17 +166,17 @@ async def aadopt(
     try:
         adopted = await asyncio.shield(asyncio.wrap_future(adopting))
     except asyncio.CancelledError:
-        # Carried out in any case: the task may be cancelled again.
+        # `threads.run` finishes the work even if the task is cancelled again.
         await store.threads.run(_end_adopted, adopting, request.home)
         raise
     if adopted is not None:
-        # It was made in a thread of the backend.
+        # `adopt` ran in a thread of the backend.
         adopted._holding.thread = threading.current_thread()
     return adopted
 
 
 def _end_adopted(adopting: Future[Lease | None], home: int) -> None:
-    """Leave the lease to the transactions of a thread: the task that asked for it was cancelled."""
+    """Let the transactions keep a lease again: the task that asked for it was cancelled."""
     with suppress(LockError):
         if (adopted := adopting.result()) is not None:
             adopted._release.end_left_block(home)
@@ -200,8 +202,8 @@ def _successor(
             return None
         deadline = sent_at + kept.counted(answer.ttl)
         if store.monotonic() >= deadline:
-            return None  # As a grant that came too late.
-        # What this one has promised, its successor keeps. It has no window: see `adopt`.
+            return None  # The answer came too late to be used.
+        # The successor keeps the holder and permits of the lease. There is no window: see `adopt`.
         terms = replace(terms, holder=kept.terms.holder, permits=kept.terms.permits)
         lease = Lease(store, Granted(answer, deadline, kept.unheard), terms, block)
         lease._holding.go_on(kept, block.home)
@@ -213,7 +215,7 @@ def _held() -> list[Lease]:
 
 
 def _around() -> list[Lease]:
-    # A copied context may still show what its original has released since, or does right now.
+    # A copied context may list blocks that the original has left, or is leaving right now.
     return [
         lease for block in reversed(_bound.get())
         if (lease := block.lease) is not None and block.is_open

@@ -1,6 +1,6 @@
 """A lease: the right to work on a key until a deadline, as its holder sees it.
 
-It shows how it stands, and passes on what it is asked for: to its `Holding` and its `Release`.
+The state is in its `Holding`, and a `Release` ends it; `Lease` is the interface to both.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Fenceable = TypeVar("Fenceable", bound="HasFence")
 
 
 class HasFence(Protocol):
-    """A row that can be fenced."""
+    """A model instance that can be fenced."""
 
     def raise_fence(self, lease: Any) -> None:
-        """Raise its fence to that of a lease, and load the row anew."""
+        """Raise its fence to that of a lease, and reload it."""
 
 
 class Lease:
     """The right to work on a key until a deadline.
 
-    Made by `Lock`; a lease belongs to the process that took it. Times of the store (`acquired_at`,
-    `expires_at`) are for people; the holder's own decision to stop is made by `deadline`.
+    Made by `Lock`. It belongs to the process that acquired it. Times of the store (`acquired_at`,
+    `expires_at`) are for people; the holder decides by `deadline` when to stop.
 
     Attributes:
         key: The key, normalised.
@@ -50,7 +50,7 @@ class Lease:
         fence: Grows with every grant of the key.
     """
 
-    #: Those of a lease that is renewed for as long as it is kept; else its holding has them.
+    #: The callbacks of a renewed lease without a block; otherwise its holding has them.
     _callbacks: Callbacks | None = None
 
     def __init__(
@@ -64,7 +64,7 @@ class Lease:
             block.lease, block.release = self, self._release
         held_here.add(self._release)
         if block is not None:
-            # From here on the lease stands for the grant.
+            # From here on the lease owns the grant, and not the attempts.
             block.attempts = None
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class Lease:
 
     @property
     def fence_token(self) -> str:
-        """The fence as 15 digits, whose order as text is that of the numbers."""
+        """The fence as 15 digits, so that texts sort as the numbers do."""
         return f"{self.fence:015d}"
 
     @property
@@ -90,24 +90,24 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether it can be worked under: neither released, nor lost, nor another process's."""
+        """Whether work may rely on it: it is neither released, lost, nor another process's."""
         return self._holding.held
 
     @property
     def is_lost(self) -> bool:
-        """Whether it ended before it was released. Once True it stays so."""
+        """Whether it ended before it was released. Once True, it stays True."""
         return self._holding.is_lost
 
     @property
     def is_released(self) -> bool:
-        """Whether it was given up. Inside a transaction the key is freed at its end."""
+        """Whether it was released. Inside a transaction, the key is free when that ends."""
         return self._holding.state == "released"
 
     @property
     def deadline(self) -> float:
         """When to stop, in seconds of this process's monotonic clock; infinite without expiry.
 
-        Counted from before the request, so never too late.
+        It counts from before the request was sent, so it is never too late.
         """
         return self._holding.deadline
 
@@ -144,7 +144,7 @@ class Lease:
         """Raise unless the lease is held: call it before a step that must not be done twice.
 
         Raises:
-            LockLost: It ended first.
+            LockLost: The lease was lost.
             LockUsageError: It was released, or belongs to another process.
         """
         self._holding.check()
@@ -152,11 +152,11 @@ class Lease:
     def on_lost(self, callback: Callback) -> None:
         """Call `callback(lease)` when the lease is lost, at its deadline at the latest.
 
-        Once, in a thread of its own, unless `check()` or the end of the block finds out first;
-        never behind a clean release. Where the lease is lost already, at once.
+        It is called once, in a new thread, unless `check()` or the end of the block finds the loss
+        first; never after a clean release. If the lease is lost already, it is called at once.
 
         Raises:
-            InvalidArgument: It cannot be called, or would have to be awaited.
+            InvalidArgument: It is not callable, or a coroutine function.
         """
         holding = self._holding
         holding.require_process()
@@ -167,13 +167,13 @@ class Lease:
             holding.watch()
 
     def on_danger(self, callback: Callback, before: Duration | None = None) -> None:
-        """Call `callback(lease)` when the lease will be lost soon, unless it is extended by then.
+        """Call `callback(lease)` when the lease will be lost soon.
 
-        Called again if the lease was extended meanwhile and comes into danger once more.
+        It is called again if the lease was extended meanwhile, and is in danger once more.
 
         Args:
-            before: Seconds (or a `timedelta`) before the deadline, less than the ttl; None: a
-                quarter of the ttl. A heartbeat has failed twice by then.
+            before: Seconds (or a `timedelta`) ahead of the deadline, less than the ttl; None: a
+                quarter of the ttl, when two renewals have failed.
 
         Raises:
             InvalidArgument: The callback cannot be called, or `before` breaks a rule.
@@ -185,16 +185,16 @@ class Lease:
             holding.watch()
 
     def extend(self, ttl: Duration | None = None) -> None:
-        """Make the lease end `ttl` seconds from now, be it later or sooner than before.
+        """Make the lease end `ttl` seconds from now, later or sooner than before.
 
-        Where a shorter extend got no answer, the lease ends after its seconds at the latest from
-        then on: the store may hear it late.
+        After a shorter extend without an answer, no extend counts for longer than that: the store
+        may carry the lost request out late.
 
         Args:
             ttl: Seconds (or a `timedelta`), from 0.1 to `MAX_TTL`; None: the lock's ttl.
 
         Raises:
-            LockLost: It ended first.
+            LockLost: The lease was lost.
             BackendUnavailable: The store is unavailable. The lease stands until its deadline.
             InvalidArgument: `ttl` breaks a rule.
             LockUsageError: It was released, or belongs to another process.
@@ -208,14 +208,15 @@ class Lease:
     def downgrade(self) -> None:
         """Share the key from now on, with a new token and fence, and let waiting readers join.
 
-        Nobody else is alone in between. The other direction is refused: two who share a key and
-        wait to be alone would wait for each other.
+        Nobody gets the key exclusively in between. The other direction is refused: two holders that
+        share a key and wait to have it exclusively would wait for each other.
 
         Raises:
-            LockLost: The lease ended first.
+            LockLost: The lease was lost.
             LockNotAcquired: The key is paused, or a transaction keeps it. The lease stands.
-            BackendUnavailable: No answer, twice. If the store has heard, the lease is lost.
-            LockUsageError: The backend cannot do that, or the lease was released.
+            BackendUnavailable: Two attempts got no answer. If the store has carried one out, the
+                lease is lost.
+            LockUsageError: The backend does not support this, or the lease was released.
         """
         downgrade(self._holding)
         self.token, self.fence = self._holding.token, self._holding.fence
@@ -225,46 +226,46 @@ class Lease:
         await self._holding.store.threads.run(self.downgrade)
 
     def release(self, *, strict: bool = False) -> bool:
-        """Give the key back: at once, or when the transactions of this thread have ended.
+        """Release the key: at once, or when the open transactions of this thread have ended.
 
-        Any thread may do so, also while a heartbeat renews the lease.
+        Any thread may call this, also while a heartbeat renews the lease.
 
         Args:
-            strict: Raise `LockLost` where the lease was lost before; else the log says so.
+            strict: Raise `LockLost` if the lease was lost before; otherwise that is logged.
 
         Returns:
-            True once, for the call that gave it up; False if it was given up, over or gone before.
-            What was over is given back all the same, if nobody else has the key by now.
+            True for the call that released it; False if it was released or lost before. The record
+            of a lost lease is removed all the same, unless somebody else has the key by now.
 
         Raises:
-            LockLost: It was lost, and `strict`.
-            BackendUnavailable: The store is unavailable. May be called again; the lease is not held
-                any more, because the store may still hear it.
+            LockLost: The lease was lost, and `strict` is True.
+            BackendUnavailable: The store is unavailable. The lease is not held any more, because
+                the request may still reach the store. `release` may be called again.
         """
         return self._release.by_call(strict=strict)
 
     async def arelease(self, *, strict: bool = False) -> bool:
-        """See `release`. Once begun, it is carried out whatever is cancelled."""
+        """See `release`. A cancellation does not stop it."""
         return await self._release.aby_call(strict=strict)
 
     def guard(self, using: str | None = None) -> None:
-        """Let nobody else be granted the key until the caller's transaction ends.
+        """Grant the key to nobody else until the caller's transaction ends.
 
-        Or until the savepoint that it was called in is rolled back. Call it inside of `atomic()`,
-        on the database of the locks: what is read and written from here to the commit is done
-        under the lock, whatever becomes of the lease meanwhile. A takeover waits. PostgreSQL ends
-        the transaction where no statement comes for longer than the ttl and a second.
+        A rollback to an earlier savepoint ends this, too. Call it inside `atomic()`, on the
+        database of the locks: what is read and written from here to the commit is done under the
+        lock, even if the lease is lost meanwhile. A takeover waits. PostgreSQL ends the transaction
+        if it is idle for longer than the ttl and a second.
 
         Args:
             using: Another alias of that database; None: the one of the locks.
 
         Raises:
-            LockLost: The lease ended first, or the key was granted anew.
-            LockUsageError: No transaction is open; it is on another database, or may only read;
-                the backend cannot do that; or the lease was released.
-            BackendUnavailable: The store is unavailable within a second, or the time left.
+            LockLost: The lease was lost, or the key was granted to somebody else.
+            LockUsageError: No transaction is open; it is on another database, or read-only; the
+                backend does not support this; or the lease was released.
+            BackendUnavailable: The store is unavailable for a second, or for the rest of the lease.
         """
-        # A wrong use is told before the state of the lease.
+        # Wrong usage is reported before the state of the lease.
         holding = self._holding
         holding.store.guards.alias(using)
         self.check()
@@ -275,25 +276,25 @@ class Lease:
 
     @contextmanager
     def atomic(self, using: str | None = None) -> Iterator[None]:
-        """Open a transaction, and guard it: see `guard`."""
+        """Open a transaction, and call `guard` in it."""
         with transaction.atomic(using=self._holding.store.guards.alias(using)):
             self.guard(using)
             yield
 
     def fenced(self, instance: Fenceable) -> Fenceable:
-        """Raise the fence of a row to ours, and load the row anew behind that.
+        """Raise the fence of a row to that of this lease, and then reload the row.
 
-        From here on no older lease writes it, and `save()` is fenced by this one.
+        From here on no older lease can write it, and `save()` is fenced by this one.
 
         Args:
-            instance: Of a `FencedModel`.
+            instance: An instance of a `FencedModel`.
 
         Returns:
             The same instance.
 
         Raises:
             FenceRejected: The row has a higher fence.
-            LockUsageError: It belongs to another key; or it is not of a `FencedModel`.
+            LockUsageError: It belongs to another key, or is not of a `FencedModel`.
         """
         if not hasattr(instance, "raise_fence"):
             raise LockUsageError(
@@ -308,16 +309,16 @@ class Lease:
         return await sync_to_async(self.fenced)(instance)
 
     def dump(self) -> str:
-        """Give the lease away, as a text for `Lease.load` in another process.
+        """Hand the lease over, as a text for `Lease.load` in another process.
 
-        This process neither renews nor releases it any more: until somebody loads it, it lives for
-        what is left of its ttl. The text is signed with the project's secret and holds the token:
-        send it as you would send a password.
+        This process no longer renews or releases it. Until somebody loads it, the rest of its ttl
+        runs. The text is signed with the project's secret and contains the token: treat it like a
+        password.
 
         Raises:
-            LockLost: It ended first.
+            LockLost: The lease was lost.
             LockUsageError: A transaction is open; or the lease was released, belongs to another
-                process, or its backend keeps leases in the process that took them.
+                process, or its backend cannot hand leases over.
         """
         if deferred_release.open_transactions():
             raise LockUsageError(
@@ -330,18 +331,18 @@ class Lease:
         return self._let_go()
 
     def _let_go(self) -> str:
-        """Neither renew nor release the lease any more; see `dump`, also inside of transactions."""
+        """Do the same as `dump`, also inside transactions."""
         return transfer.dump(self._holding)
 
     @classmethod
     def load(cls, text: str) -> Lease:
-        """Take over what `dump` gave away: once, with a new token and a higher fence.
+        """Take over a lease that `dump` handed over: once, with a new token and a higher fence.
 
-        The lease is bound to no block: extend and release it yourself.
+        The lease has no block: extend and release it yourself.
 
         Raises:
-            InvalidArgument: It is no such text, or was signed with another secret.
-            LockLost: The lease is over, or somebody has loaded it.
+            InvalidArgument: It is not such a text, or was signed with another secret.
+            LockLost: The lease is over, or somebody has loaded it already.
             LockNotAcquired: The key is paused. May be called again while the lease lives.
             BackendUnavailable: The store is unavailable.
         """

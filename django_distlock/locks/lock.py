@@ -1,6 +1,6 @@
-"""Locks: what to hold, as a context manager and a decorator. Begin here: `distlock()`.
+"""Locks, as context managers and decorators. Start reading here: `distlock()`.
 
-A `Lock` is a description without state; what one holding of it has is in a `Lease`.
+A `Lock` is a description without state; each time it is acquired, the state is in a new `Lease`.
 """
 
 from __future__ import annotations
@@ -60,32 +60,34 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
 
     Args:
         key: Text of at most 512 bytes of UTF-8, or an int: its digits. For a decorator, a template.
-        ttl: Seconds (or a `timedelta`) until the lease ends by itself, at least 0.1 and at most
-            the `MAX_TTL` of the backend (7 days); None: its `TTL` (30 s), or no expiry if `basic`.
+        ttl: Seconds (or a `timedelta`) until the lease expires, at least 0.1 and at most the
+            `MAX_TTL` of the backend (7 days); None: its `TTL` (30 s), or no expiry if `basic`.
         wait: Seconds (or a `timedelta`) to keep trying; 0: one attempt; None: for ever, unless the
             transaction around it keeps another key until its end; left out: the `WAIT` of the
-            backend (5 s). A slow store gets 5 s more for all that it is asked, connecting included.
+            backend (5 s). A slow store gets 5 s more for all requests, connecting included.
         backend: An alias in `DISTLOCK`.
         heartbeat: Whether the lease of a block is renewed while the block runs.
         hold: Keep the key held for all of the ttl, even if the work ends sooner: at most one run
             per window.
-        min_hold: Seconds (or a `timedelta`) from the grant for which the key at least stays held.
-        reentrant: Whether a block inside of one that holds the key may enter again. It gets the
+        min_hold: Keep the key held for at least so many seconds (or a `timedelta`) from the grant.
+        reentrant: Whether a block may be entered inside another one that holds the key. It gets the
             same lease, which the outer block releases.
-        shared: Whether any number of shared leases may hold the key at once, or else one alone.
-        permits: How many may hold the key at once, 1 to 10,000. Decorators: or what returns it.
-        steal_if_dead: Whether to take the key over at once where its holder is provably gone:
-            a process of this machine that ended, or the same named worker before a restart.
+        shared: Whether other shared leases may hold the key at the same time, any number of them.
+        permits: How many may hold the key at once, 1 to 10,000. For a decorator, also a function of
+            the call's arguments.
+        steal_if_dead: Whether to take the key over at once if its holder is provably gone: an ended
+            process of this machine, or the same named worker before a restart.
         basic: No heartbeat, and with `ttl=None` no expiry: it ends by release or by an operator.
-        on_conflict: What a block does that was not granted the key within `wait`. "raise":
-            `LockNotAcquired`; "run": it runs without; "yield": it runs to look at its lease.
-        on_lost: What the end of a block does whose lease ended first. "raise": `LockLost`, and
-            asynchronous code is cancelled before; "ignore": nothing, for a block that may outlive
-            its lease. `check()`, the log, callbacks and the signal tell of the loss all the same.
+        on_conflict: What happens if the key is not granted within `wait`. "raise":
+            `LockNotAcquired`; "run": the block runs without a lease; "yield": it runs, and checks
+            for itself whether it has a lease.
+        on_lost: What happens at the end of a block whose lease was lost. "raise": `LockLost`, and
+            asynchronous code is cancelled at the loss; "ignore": nothing, for a block that may
+            outlive its lease. `check()`, the log, callbacks and the signal report the loss anyway.
         retry: Pauses between attempts; None: the `RETRY` of the backend.
-        max_lifetime: Seconds (or a `timedelta`) since the grant until which the heartbeat renews
-            the lease, at least the ttl; None: for as long as the block runs.
-        metadata: What to keep beside the holder's identity: JSON of at most 4096 bytes.
+        max_lifetime: Seconds (or a `timedelta`) from the grant after which the heartbeat no longer
+            renews the lease, at least the ttl; None: it renews for as long as the block runs.
+        metadata: Data to store with the holder's identity: JSON of at most 4096 bytes.
 
     Raises:
         InvalidArgument: An argument breaks a rule. Nothing was touched.
@@ -113,14 +115,13 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """What to hold, for how long, and how long to wait for it. Made by `distlock()`.
+    """Which key to hold, for how long, and how long to wait for it. Made by `distlock()`.
 
-    Holds no state: it may be shared between threads and used as often as one likes.
+    It has no state: threads may share it, and use it any number of times.
 
-    As a context manager, sync or async, it gives the lease, releases it behind the block, and
-    raises `LockLost` there if the block succeeded but the lease had ended first (see `on_lost`). As
-    a decorator it does so around each call, and its key is a template that is filled from the
-    arguments.
+    As a context manager, sync or async, it gives the lease to the block and releases it at the end.
+    It raises `LockLost` there if the block succeeded but the lease was lost (see `on_lost`). As a
+    decorator it does so around each call, and its key is a template, filled from the arguments.
     """
 
     key: str
@@ -148,7 +149,7 @@ class Lock:
         checking.check(self)
 
     def __bool__(self) -> NoReturn:
-        """Raise: a description is neither true nor false."""
+        """Raise `LockUsageError`: a description has no truth value."""
         raise LockUsageError(
             f'The lock on {self.key!r} is only a description and has no truth value. Use "with'
             ' lock as lease" and test the lease, or call lock.locked().',
@@ -157,20 +158,20 @@ class Lock:
         )
 
     def acquire(self, *, heartbeat: bool = False) -> Lease:
-        """Wait for the key and return a lease that no block is bound to: release it yourself.
+        """Wait for the key, and return a lease without a block: release it yourself.
 
-        It takes `wait` and 5 s at most, and what a driver needs to open a connection.
+        It takes `wait` and 5 s at most, and the time that a driver needs to open a connection.
 
         Args:
-            heartbeat: Renew the lease until it is released, by any thread. One that is dropped
-                instead, so that nobody can release it any more, expires: a `ResourceWarning` and
-                the log say so. Without it the lease has `ttl` seconds, and what `extend` gives.
+            heartbeat: Renew the lease until it is released, by any thread. If the object is dropped
+                without a release, the lease expires, and a `ResourceWarning` and the log say so.
+                Without a heartbeat, the lease has `ttl` seconds, and more by `extend`.
 
         Raises:
             InvalidArgument: A heartbeat is asked for, and the lock is `basic`.
-            LockNotAcquired: Somebody else held it for all of `wait`.
-            BackendUnavailable: The store is unavailable until then, or too slowly.
-            LockUsageError: The lock cannot be taken from here; the message says what to do.
+            LockNotAcquired: Somebody else held the key for all of `wait`.
+            BackendUnavailable: The store is unavailable until then, or too slow.
+            LockUsageError: The lock cannot be acquired here; the message says what to do.
         """
         return taking.by_call(self, self.wait, heartbeat=heartbeat)
 
@@ -179,7 +180,7 @@ class Lock:
         return await taking.aby_call(self, self.wait, heartbeat=heartbeat)
 
     def try_acquire(self, *, heartbeat: bool = False) -> Lease | None:
-        """Try once, and return a lease or None; see `acquire`."""
+        """Make one attempt, and return a lease or None; see `acquire`."""
         try:
             return taking.by_call(self, 0.0, heartbeat=heartbeat)
         except LockNotAcquired:
@@ -193,8 +194,8 @@ class Lock:
             return None
 
     def locked(self) -> bool:
-        """Return whether anybody holds the key now. It only reads."""
-        # What this process has given up in a rollback is not held any more.
+        """Return whether anybody holds the key now, without acquiring it."""
+        # A lease that a rollback has released may still be on its way to the store.
         deferred_release.flush((self.backend, self.key))
         return lock_backends[self.backend].read(self.key) is not None
 
@@ -216,9 +217,10 @@ class Lock:
         """Hold the lock around each call of `function`, or around each await of it.
 
         Raises:
-            InvalidArgument: The key is no template of the function's parameters.
-            LockUsageError: A class; `on_conflict="yield"`; or its body would run behind the call: a
-                generator function, say. The call raises it where only what that returns tells.
+            InvalidArgument: The key is not a template of the function's parameters.
+            LockUsageError: This is a class; `on_conflict="yield"`; or the body would run after the
+                call, as that of a generator function does. If only the returned object shows that,
+                the call raises it.
         """
         function = whole(function)
         template = KeyTemplate.for_function(checking.template(self), function)

@@ -1,4 +1,4 @@
-"""What a block gets that runs without its lock."""
+"""`NoLease`: what a block gets when it runs without its lock."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .lease import Lease
 
 
 def tell_bypassed(backend: str, key: str | None, waited: float, cause: LockError) -> None:
-    """Say that something runs without its lock, which was tried for so many seconds."""
+    """Send `lock_bypassed`: something runs without its lock, after `waited` seconds."""
     _tell(lock_bypassed, backend, key, cause, waited=waited)
 
 
 def tell_skipped(backend: str, key: str, cause: LockError) -> None:
-    """Say that something does not run, or is not queued, because of its lock."""
+    """Send `work_skipped`: something does not run, or is not queued, because of its lock."""
     _tell(work_skipped, backend, key, cause)
 
 
 def tell_requeued(backend: str, key: str, cause: LockError) -> None:
-    """Say that something went back to its queue because of its lock."""
+    """Send `work_requeued`: something went back to its queue because of its lock."""
     _tell(work_requeued, backend, key, cause)
 
 
@@ -44,9 +44,9 @@ def _tell(signal: Signal, backend: str, key: str | None, cause: LockError, **mor
 
 
 class NoLease(Lease):
-    """Stands for a lease where `on_conflict` let a block run without: it is false.
+    """Stands for the lease in a block that `on_conflict` lets run without one. It is false.
 
-    What it cannot answer, and all that needs a lease, is refused.
+    Whatever needs a lease is refused.
     """
 
     token = ""

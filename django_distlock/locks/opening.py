@@ -1,4 +1,4 @@
-"""The one question for several keys that comes before each of them is asked for by itself."""
+"""Ask for several keys in one request, before each of them is acquired by itself."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ async def _end_awaited(block: Block, opening: Opening, exc: BaseException | None
 
 
 class Opening:
-    """Asks for several keys at once, and has what was granted until each key has its lease.
+    """Asks for several keys at once, and owns the grants until each key has its lease.
 
-    The leases are entered inside of a block of it. If that raises, or is interrupted, no key stays
-    granted. Where the store grants them, each lease takes its part of the answer. Where a key is
-    contended, nothing was taken, and the keys are waited for one by one, in their order: a caller
-    that holds nothing while it waits might never find all of many keys free at the same time. So it
-    is where the store does not grant several keys in one step.
+    The leases are entered inside a block of this object. If that raises or is interrupted, no key
+    stays granted. If the store grants all keys, each lease takes its grant from here. If one is
+    contended, or the store cannot grant several keys in one step, nothing was granted, and the keys
+    are acquired one by one in their order. (A caller that held nothing while it waits might never
+    find all keys free at the same time.)
 
     Args:
-        locks: What to ask for, in the order of the keys.
+        locks: The locks, in the order of their keys.
         wait: Seconds for all of them; None: for ever.
-        taken: Takes the leases as they are entered.
+        taken: The list that the leases are added to as they are entered.
 
     Attributes:
-        asks: Whether there is anything to ask.
+        asks: Whether one request for all keys makes sense.
         began: When the call began, by the store's `monotonic`.
-        refused: The key that a call with `wait=0` was refused; None: there is none.
+        refused: The key that was refused with `wait=0`; None: none was.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Opening:
         self.refused: str | None = None
         self.asks = len(locks) > 1 and self._may_ask(locks)
         self._locks = locks
-        # Seconds from its grant for which a key stays taken behind a release. What is entered again
-        # keeps what it was promised.
+        # For each key, the seconds from the grant for which it stays taken after a release. A lock
+        # that is entered again keeps its own.
         self._holds = {
             each.key: each._terms(backend).hold
             for each in locks
@@ -91,10 +91,10 @@ class Opening:
         self._tokens = {each.key: new_token() for each in locks}
         self._answers: dict[str, Answered] = {}
         self._abandoned = False
-        # What the store has granted, or may have.
+        # The keys that the store has granted, or may have.
         self._granted: list[Grant] = []
         self._unanswered = False
-        # Held by the question in flight, so that whoever gives up waits for it and undoes it.
+        # Held during the request, so that `fail` waits for it before it gives the keys back.
         self._mutex = threading.Lock()
 
     __exit__ = Leaving.by(_leave)
@@ -108,14 +108,14 @@ class Opening:
         return self.__enter__()
 
     def ask(self) -> None:
-        """Ask the store once. Its answer is for the leases."""
+        """Make one request for all keys, and keep the answer for the leases."""
         try:
             if not self.backend.acquires_together:
                 return
         except LockError:
-            return  # It cannot be reached, as the first key will say.
+            return  # The store is unavailable, as acquiring the first key will report.
         for each in self._locks:
-            # What a rollback or an interruption has left must not be in the way.
+            # Releases that a rollback or an interruption has left are waited for first.
             blocks.flush((each.backend, each.key))
             deferred_release.flush((each.backend, each.key))
         with self._mutex:
@@ -127,35 +127,35 @@ class Opening:
         return self._answers.pop(key, None)
 
     def leave_to_lease(self, key: str) -> None:
-        """Give back a key no more: its lease does."""
+        """Let the lease of a key release it from now on."""
         self._granted = [each for each in self._granted if each.key != key]
 
     def complete(self) -> None:
-        """Keep the keys taken behind their leases as their locks say: all of them are granted."""
+        """Apply `hold` and `min_hold`, now that all keys are granted."""
         for each in self._taken:
             if each.key in self._holds:
                 each._holding.keep_window(self._holds[each.key])
 
     def forget(self) -> None:
-        """Give no answer any more."""
+        """Forget the answers."""
         self._answers.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Release all keys but those that a transaction has kept from before."""
+        """Release all keys except those that a transaction has kept since before."""
         with self._mutex:
             self._abandoned = True
             self.forget()
             self._give_back()
         for lease in reversed(self._taken):
             if not lease._holding.goes_on:
-                # At once, and not behind the transaction: no work was done under it.
+                # At once, and not after the transaction: no work was done under it.
                 lease._release.quietly()
 
     def _may_ask(self, locks: Sequence[Lock]) -> bool:
-        """Whether nothing here has to be looked at key by key.
+        """Whether one request can serve all keys.
 
-        That is where the caller, or its transaction, has one of the keys, others were first, or the
-        locks differ in more than the key, as those with limits of their own.
+        It cannot if the caller or its transaction holds one of them, if others wait for one, or if
+        the locks differ in more than the key, such as in permits.
         """
         if any(replace(each, key=locks[0].key) != locks[0] for each in locks):
             return False
@@ -182,7 +182,7 @@ class Opening:
             Grant(key, token, 1, terms.ttl, now, None, shared=shared)
             for key, token in self._tokens.items()
         ]
-        # Until an answer has come: a signal's handler may raise before it is kept.
+        # True until there is an answer, because a signal's handler may raise before it is stored.
         self._unanswered, sent_at = True, store.monotonic()
         answered = partial(Answered, sent_at=sent_at)
         try:
@@ -194,12 +194,12 @@ class Opening:
                 bound=min(MAX_BOUND, wait),
             )
         except BackendUnavailable as error:
-            # Each key may have been granted: who asks for it next asks by the same token.
+            # Each key may have been granted, so the next attempt for it uses the same token.
             for key, token in self._tokens.items():
                 self._answers[key] = answered(token, outcome=error)
             return
         except LockError:
-            # Asked for by itself, the key that it is about says so.
+            # The key that this is about will fail again when it is acquired by itself.
             self._give_back()
             return
         self._unanswered = False

@@ -1,7 +1,7 @@
-"""A lease that was acquired by a call and is renewed: for as long as its owner keeps it.
+"""Owners of renewed leases without a block: such a lease is renewed while its object lives.
 
-Whoever drops it without a release has lost the way to release it. No Python code runs where the
-lease dies: a weak reference ends its renewals at the next beat, and a thread of ours tells.
+Once the object is dropped without a release, nobody can release it. No Python code runs at that
+moment: a weak reference ends the renewals at the next heartbeat, and another thread warns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DROPPED = "its owner dropped it without a release"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The line of a project's code that acquired a lease."""
+    """The line of the project that acquired a lease."""
 
     file: str
     line: int
@@ -35,7 +35,7 @@ class Place:
 
 
 def callers_level() -> int:
-    """Return the `stacklevel` of the code that uses this package, so that it is warned once."""
+    """Return the `stacklevel` of the line outside this package, so that a warning names it."""
     level, frame = 1, sys._getframe(1)
     ours = __name__.rpartition(".")[0]
     while frame.f_back is not None and frame.f_globals.get("__package__") == ours:
@@ -44,31 +44,32 @@ def callers_level() -> int:
 
 
 def callers_place() -> Place:
-    """Return the line that uses this package."""
+    """Return the line outside this package that called it."""
     frame = sys._getframe(callers_level() - 1)
     module = frame.f_globals.get("__name__", "?")
     return Place(frame.f_code.co_filename, frame.f_lineno, module)
 
 
 class Owner:
-    """Whoever keeps a lease that was acquired in a place: it is renewed while this object lives."""
+    """Keeps a lease renewed while the `Lease` object lives."""
 
     def __init__(self, lease: Lease, place: Place):
         self._place, self._release = place, lease._release
-        # A callback may refer to its lease, and would keep it: they live and die together.
+        # A callback may refer to its lease. If the holding kept the callbacks, these would keep the
+        # lease alive, so the lease keeps them.
         lease._callbacks = lease._holding.losses.entrust()
         self._gone = workers.when_gone(lease, self._tell)
 
     @property
     def is_open(self) -> bool:
-        """Whether the lease has not been dropped."""
+        """Whether the `Lease` object lives."""
         return self._gone() is not None
 
     def _tell(self) -> None:
         """Warn, in the worker's thread, that the lease expires by itself."""
         holding, place = self._release.holding, self._place
         has_ended = holding not in held_here or holding.state != "held" or holding.given_up
-        # One whose acquire was interrupted is released by its block.
+        # If the acquire was interrupted, the block releases the lease.
         is_ending = any(each.release is self._release for each in list(blocks.every))
         if has_ended or is_ending or holding.block is not self or holding.pid != os.getpid():
             return

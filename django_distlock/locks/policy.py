@@ -1,4 +1,4 @@
-"""What becomes of work that does not get its lock: jobs, schedules and views share it."""
+"""Run, skip or retry work that does not get its lock. Jobs, schedules and views share this."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ logger = logging.getLogger("django_distlock")
 
 @contextmanager
 def attempt(lock: AbstractContextManager[T]) -> Iterator[T | Refusal]:
-    """Hold a lock around the block, or give the block the reason why it is not held.
+    """Hold a lock around the block, or give the block the error that says why it is not held.
 
-    What the block raises is its own, also where it is the refusal of another lock.
+    Exceptions of the block are passed on, even if another lock has refused it.
     """
     entered = False
     try:
@@ -67,11 +67,11 @@ async def aattempt(lock: AbstractAsyncContextManager[T]) -> AsyncIterator[T | Re
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is done in place of work under a lock.
+    """What to do with work that does not get its lock.
 
     Attributes:
-        on_conflict: "run", "skip" or "retry" where somebody else has the key; else it is raised.
-        on_unavailable: The same where the store is unavailable.
+        on_conflict: If the key is held: "run", "skip" or "retry"; otherwise the error is raised.
+        on_unavailable: The same if the store is unavailable.
     """
 
     on_conflict: str
@@ -79,7 +79,7 @@ class Policy:
 
     @classmethod
     def of(cls, on_conflict: object, on_unavailable: object, *conflicts: str) -> Policy:
-        """Return a policy that was checked; `conflicts` are words beside "skip", "raise", "run"."""
+        """Validate and return a policy; `conflicts`: further values of `on_conflict`."""
         choice("on_conflict", on_conflict, ("skip", *conflicts, "raise", "run"))
         choice("on_unavailable", on_unavailable, ("raise", "skip", "run"))
         return cls(str(on_conflict), str(on_unavailable))
@@ -95,9 +95,9 @@ class Policy:
         """Call the body under its lock, or do what the policy says.
 
         Args:
-            around: Several locks to hold in the place of `lock`, which is the first of them.
-            skip: Returns what stands in place of a result.
-            again: Queues the work again and returns the same, or raises the refusal.
+            around: Several locks to hold instead of `lock`, which is the first of them.
+            skip: Returns a substitute for the result.
+            again: Queues the work again, and returns a substitute for the result; or raises.
         """
         started_at = monotonic()
         held: AbstractContextManager[Lease | Leases] = around or lock
@@ -124,7 +124,7 @@ class Policy:
         again: Callable[[Refusal], Awaitable[R]] | None = None,
         around: LockSet | None = None,
     ) -> T | R:
-        """See `run`. Receivers of signals are called in a thread: they may block."""
+        """See `run`. Receivers of signals are called in a thread, because they may block."""
         started_at = monotonic()
         held: AbstractAsyncContextManager[Lease | Leases] = around or lock
         async with aattempt(held) as answer:
@@ -151,14 +151,14 @@ class Policy:
 
 
 def where_unavailable(error: BackendUnavailable, chosen: str) -> str:
-    """Return what `on_unavailable` says: a store that denies access is no outage to work around."""
+    """Return `on_unavailable`, or "raise" if the store denied access, which is no outage."""
     return "raise" if error.is_denied and chosen in ("skip", "run") else chosen
 
 
 def skip(
     what: str, refusal: Refusal, backend: str, key: str, *, task: str | None = None
 ) -> dict[str, Any]:
-    """Say that work is skipped, which the log calls `what`; return what stands for its result."""
+    """Log and signal that work, named `what`, is skipped; return a substitute for its result."""
     level = logging.INFO if isinstance(refusal, LockNotAcquired) else logging.ERROR
     extra = log_fields("skipped", backend=backend, key=key, task=task, error=refusal)
     logger.log(level, "%s is skipped: %s", what, refusal, extra=extra)
@@ -167,7 +167,7 @@ def skip(
 
 
 def skipped(error: LockError, key: str | None = None) -> dict[str, Any]:
-    """Return what stands in place of the result of skipped work, as JSON can carry it."""
+    """Return the substitute for the result of skipped work, which JSON can represent."""
     holder = getattr(error, "holder", None)
     known = ("host", "pid", "task_id")
     return {
@@ -179,7 +179,7 @@ def skipped(error: LockError, key: str | None = None) -> dict[str, Any]:
 
 
 def choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse an argument that is none of the words it may be; the message names all of them."""
+    """Refuse an argument that is not one of `choices`, which the message names."""
     if value not in choices:
         known = ", ".join(f'"{each}"' for each in choices)
         raise InvalidArgument(f"{name} must be one of {known}, not {shown(value)}.")

@@ -1,6 +1,6 @@
-"""How a lease ends: by a call, with its block, behind a transaction, or with the interpreter.
+"""Release a lease: by a call, with its block, after a transaction, or at the interpreter's exit.
 
-`Release` asks the store once, and takes the answer; it works on the `Holding` of the lease.
+A `Release` asks the store, and records the outcome in the `Holding` of the lease.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from .state import GONE, Holding
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds to wait for an extend in flight, before a lease is released whose block is gone.
+#: Seconds to wait for an extend in flight before the lease of an interrupted block is released.
 LEFT_PATIENCE = 0.05
 
 
 @dataclass(eq=False)
 class Release:
-    """The end of a holding, which comes once."""
+    """Releases one lease, once."""
 
     holding: Holding
-    #: Whether the block that took it has been left.
+    #: Whether the block that acquired it has ended.
     _left: bool = False
-    #: Whether it was left without its end.
+    #: Whether a block was left without its `__exit__`, or in the midst of it.
     _is_left: bool = False
-    #: Whether a release behind a transaction is going on, or was interrupted.
+    #: Whether a release after a transaction is in progress, or was interrupted.
     _is_ending: bool = False
 
     def by_call(self, *, strict: bool = False, defers: bool = True) -> bool:
-        """Give the key back, behind the transactions of this thread: see `Lease.release`."""
+        """Release, after the open transactions of this thread if `defers`: see `Lease.release`."""
         was_told = self.holding.losses.told
         answer = self._by_transaction() if defers else None
         if answer is None:
@@ -56,7 +56,7 @@ class Release:
         return answer or self._was_not_held(strict=strict, was_told=was_told)
 
     def _was_not_held(self, *, strict: bool, was_told: bool) -> bool:
-        """Return False, and log a loss unless that `was_told`; or raise it, if `strict`."""
+        """Return False. Report a loss, or log it if that `was_told`; raise it if `strict`."""
         holding = self.holding
         if holding.pid == os.getpid() and holding.is_lost:
             try:
@@ -70,7 +70,7 @@ class Release:
         return False
 
     def _by_transaction(self) -> bool | None:
-        """Leave the release to the transactions of this thread; None: none is open."""
+        """Let the open transactions of this thread release when they end; None: none is open."""
         if self._is_over:
             return False
         if not self._defer():
@@ -83,10 +83,14 @@ class Release:
     # Blocks
 
     def end_block(self, error: BaseException | None, *, raises: bool = True) -> None:
-        """Release behind a block that raised `error`, or did not.
+        """Release at the end of a block.
+
+        Args:
+            error: What the block has raised.
+            raises: Whether a loss is raised.
 
         Raises:
-            LockLost: The block succeeded, but the lease had ended before, and `raises` it.
+            LockLost: The block succeeded, but the lease was lost before it ended.
         """
         if self._is_over:
             return
@@ -94,32 +98,32 @@ class Release:
         was_lost = holding.is_lost
         if not self._defer():
             self.quietly()
-            # Not by its deadline: the body has ended in time, whatever its release took.
+            # The deadline does not count any more: the body ended in time, however long this took.
             was_lost = was_lost or holding.state == "lost"
         self._end_of_block(error, was_lost=was_lost, raises=raises)
 
     async def aend_block(self, error: BaseException | None, *, raises: bool = True) -> None:
-        """See `end_block`. A task that was cancelled for the loss gets to know of the loss."""
+        """See `end_block`. If the loss has cancelled the task, `LockLost` replaces that."""
         if self._is_over:
             return
         holding, self._left = self.holding, True
         cancelled = holding.losses.left_block(error)
         was_lost = holding.is_lost
         if not self._defer():
-            # Cancelled here, it is carried out all the same, and ends what keeps the lease.
+            # If the task is cancelled here, the release is carried out all the same.
             await holding.store.threads.run(self.quietly)
             was_lost = was_lost or holding.state == "lost"
         self._end_of_block(None if cancelled else error, was_lost=was_lost, raises=raises)
 
     def end_left_block(self, thread: int) -> None:
-        """Release behind a block of a thread that was left without its end, or in its midst.
+        """Release at the end of a block without an `__exit__`, or interrupted in the midst of it.
 
-        As the end does: behind the transactions of that thread which are still open.
+        As a regular end does, this waits for the open transactions of the block's thread.
         """
         holding, self._is_left = self.holding, True
         holding.end_keeping()
         if holding not in held_here:
-            return  # Interrupted behind its release.
+            return  # The block was interrupted after its release.
         release = deferred_release.defer_for(thread, holding.name, holding, self._deferred)
         if not release.is_over:
             self._keep_for_transactions()
@@ -128,7 +132,7 @@ class Release:
         release.release_if_over()
 
     def end_inner_block(self, error: BaseException | None, *, raises: bool = True) -> None:
-        """Leave a block that entered the lock again: what the outer one holds goes on."""
+        """End a block that has entered the lock again: the outer block still holds the lease."""
         holding = self.holding
         if holding.pid != os.getpid() or error is not None or not raises:
             return
@@ -136,7 +140,7 @@ class Release:
             if holding.is_lost:
                 holding.lose(holding.why_over())
         elif self._left:
-            # In a task or a thread of its own: from then on it worked without the lock.
+            # This block runs in another task or thread, and worked without the lock from then on.
             raise LockLost(
                 f"The lease on {holding.key!r} (fence {holding.fence}) was released by the outer"
                 " block, which ended first.",
@@ -151,7 +155,7 @@ class Release:
         try:
             self.holding.lose("it ended before the block did")
         except LockLost:
-            # The body's own exception says more about what went wrong, and is never hidden.
+            # An exception of the body itself is never replaced.
             if error is None and raises:
                 raise
 
@@ -162,7 +166,7 @@ class Release:
         return self.holding.pid != os.getpid() or self.holding.state == "released"
 
     def _defer(self) -> bool:
-        """Leave the release to the transactions that are open in this thread, if there are any."""
+        """Let the open transactions of this thread release when they end; False: none is open."""
         holding = self.holding
         is_deferred = deferred_release.defer(holding.name, holding, self._deferred, holding.goes_on)
         if is_deferred:
@@ -170,34 +174,34 @@ class Release:
         return is_deferred
 
     def _keep_for_transactions(self) -> None:
-        """Keep the lease alive, which its holder has given up, until the data is committed."""
+        """Renew the lease, which its holder has released, until the transactions end."""
         holding = self.holding
         holding.block = None
         if holding.state == "held":
             holding.keep()
             holding.watch()
             if holding not in held_here:
-                holding.end_keeping()  # It crossed with an end, in another thread.
+                holding.end_keeping()  # It ended meanwhile, in another thread.
         waits.deferred(holding.name)
 
     def now(self, patience: float = math.inf) -> bool | Unknown:
-        """Ask the store, and tell what came of it.
+        """Release in the store, and report the outcome.
 
         Args:
-            patience: Seconds to ask again where a transaction holds the record; at least one
-                attempt is made.
+            patience: Seconds for further attempts while a transaction has locked the record.
 
         Returns:
-            Whether the lease was held until now; `UNKNOWN`: its record is held, and it is not over.
+            Whether the lease was held until now; `UNKNOWN`: the record is still locked, and the
+            lease not over.
         """
         holding = self.holding
         if holding.pid != os.getpid():
             return False
         in_time = max(1.0, min(patience, holding.deadline - holding.monotonic(), 1e6))
         was_over = holding.is_over()
-        # A release that is sent in time is a clean one, whenever its answer comes.
+        # A release that is sent in time is a clean one, however late its answer comes.
         with nullcontext() if was_over else holding.releasing:
-            # A block that was left may have been interrupted with the mutex in its hands.
+            # A block may have been interrupted while it held the mutex.
             has_turn = holding.mutex.acquire(timeout=LEFT_PATIENCE if self._is_left else in_time)
             if not (has_turn or self._is_left):
                 raise BackendUnavailable(
@@ -206,7 +210,7 @@ class Release:
                 )
             try:
                 if holding not in held_here:
-                    holding.end_keeping()  # Given up by a release that was interrupted.
+                    holding.end_keeping()  # An interrupted release has ended it already.
                     return False
                 now = holding.monotonic()
                 held_for = now - holding.granted_at
@@ -220,7 +224,7 @@ class Release:
         if answer is None:
             return holding.state == "released"
         if holding.state == "lost":
-            # Without the mutex: see `Holding.alone`.
+            # Reported without the mutex: see `Holding.alone`.
             holding.report_lost(holding.why_over())
         if answer is UNKNOWN and holding in held_here:
             return UNKNOWN
@@ -234,16 +238,17 @@ class Release:
         return holding.state == "released"
 
     def _give_up(self, until: float, held_for: float, *, was_over: bool) -> bool | Unknown | None:
-        """Ask the store to release the lease, or to settle it, and return its answer.
+        """Release or settle in the store, and return the answer.
 
-        None: another thread has ended the lease, and tells of it.
+        None: another thread has ended the lease, and reports that.
         """
         holding = self.holding
         try:
             answer = insist(holding.store, self._ask, until, holding.terms.retry)
             if answer is UNKNOWN and holding.monotonic() < holding.deadline:
                 return UNKNOWN
-            # Gone in its time: a release was interrupted that the store has heard.
+            # If the lease is gone before its deadline, the store has carried out the release that
+            # was interrupted.
             answer = answer or (self._is_left and not was_over)
             if not held_here.discard(holding):
                 return None
@@ -252,17 +257,17 @@ class Release:
             raise
         holding.end_keeping()
         if was_over or not answer:
-            # Over before it was given up; or taken away, by an operator or a store's loss.
+            # It was over before; or an operator took it away, or the store lost it.
             holding.state = "lost"
             if answer is False and not was_over:
                 holding.lost_by = GONE
         elif holding.state != "lost":
             holding.state = "released"
             queues = holding.store.queues
-            if queues.released_wanted:  # As hardly ever.
+            if queues.released_wanted:  # Nearly always empty.
                 queues.note_held(queues.name_of(holding.key), held_for)
         if holding.unheard < math.inf:
-            # An acquire of its may be heard behind its end.
+            # A late acquire with its token may reach the store after the release.
             release_once_more(holding.store, holding.grant)
         return answer
 
@@ -277,20 +282,21 @@ class Release:
 
     def _ask(self, bound: float) -> bool | Unknown:
         holding = self.holding
-        # Until an answer has come. One that was refused its turn before has none, and stays so.
+        # True until there is an answer. An earlier attempt may still be without one.
         given_up, holding.given_up = holding.given_up, True
         try:
             answer = holding.store.release(holding.grant, holding.terms.hold or None, bound=bound)
         except LockUsageError:
-            # It was refused before anything was sent, as a plain call in a coroutine is.
+            # Refused before anything was sent, such as a sync call in a coroutine.
             holding.given_up = given_up
             raise
         holding.given_up = given_up
         return answer
 
     def _deferred(self) -> bool:
-        """Release behind a transaction; False: the record is held, try again later."""
-        # Interrupted, it has not come to its last line: the mutex may be locked for ever.
+        """Release after a transaction; False: the record is locked, try again later."""
+        # If the last call did not come to its end, it was interrupted, and may have left the mutex
+        # locked.
         self._is_left = self._is_left or self._is_ending
         self._is_ending = True
         is_done = self.quietly(0.0) is not UNKNOWN
@@ -298,24 +304,25 @@ class Release:
         return is_done
 
     def at_exit(self, patience: float) -> None:
-        """Release although a transaction may be open: with the process it rolls back.
+        """Release at the exit of the interpreter, which rolls back any open transaction.
 
-        Not where a thread still works under it, a daemon: what it does in its last moments is
-        protected by the ttl.
+        A lease under which a daemon thread still works is left to its ttl.
         """
         if self.holding.store._is_elsewhere:
-            return  # Its database was that of a test run, and has been dropped.
+            return  # The database of a test run has been dropped.
         thread = self.holding.thread
         if thread is threading.current_thread() or not thread.is_alive():
             self.quietly(patience)
 
     def quietly(self, patience: float = math.inf) -> bool | Unknown:
-        """See `now`; an error of the store is logged, and answers False."""
-        # Whatever goes wrong here must not replace what the block has raised or returned.
+        """See `now`; an error of the store is logged, and the result is False.
+
+        It must not replace what the block has raised or returned.
+        """
         try:
             return self.now(patience)
         except LockError as error:
-            # Nobody has it any more: kept alive, it would never end.
+            # Nobody holds it any more: renewed, it would never end.
             self.holding.end_keeping()
             logger.warning(
                 "%r could not be released and stays held for its ttl: %s",

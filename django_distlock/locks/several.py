@@ -32,17 +32,16 @@ def distlock_all(
 ) -> LockSet:
     """Describe several locks to hold at the same time around a block or a call: all, or none.
 
-    The store is asked for all of them at once: in one round trip on PostgreSQL and on one server of
-    Redis. Where one is contended, nothing is taken by that, and the keys are waited for one after
-    the other in the order of their texts: callers with the same keys do not block each other,
-    however they name them.
+    One request asks for all of them: one round trip on PostgreSQL and on a single Redis server. If
+    a key is contended, that request takes nothing, and the keys are acquired one after the other in
+    sorted order. So callers with the same keys never deadlock, in whatever order they name them.
 
     Args:
-        keys: What is locked; those that are there twice count once. For a decorator, templates.
+        keys: The keys, each counted once. For a decorator, templates.
         wait: Seconds (or a `timedelta`) to keep trying, for all of them together; 0: one attempt
             for each; None: for ever; left out: the `WAIT` of the backend.
         backend: An alias in `DISTLOCK`.
-        how: What else `distlock` takes, except `on_conflict` and `reentrant`; it is for each key.
+        how: Other arguments of `distlock`, except `on_conflict` and `reentrant`, for all keys.
 
     Raises:
         InvalidArgument: An argument breaks a rule, or there is no key. Nothing was touched.
@@ -59,7 +58,7 @@ def distlock_all(
 class Leases(Mapping[str, Lease]):
     """The leases of several keys, by key, in the order in which they were granted.
 
-    A key may be given as anything that names the same lock: another spelling, or an int.
+    A lookup accepts any spelling of a key that `distlock` accepts, such as an int.
     """
 
     def __init__(self, leases: Iterable[Lease]):
@@ -93,7 +92,7 @@ class Leases(Mapping[str, Lease]):
             each.extend(ttl)
 
     def release(self, *, strict: bool = False) -> bool:
-        """Give all keys back, the last one first; see `Lease.release`. An error stops none."""
+        """Release all keys, the last one first, even after an error; see `Lease.release`."""
         released: list[bool] = []
         with ExitStack() as stack:
             for each in self.values():
@@ -114,14 +113,15 @@ async def _aleave(entered: Entered, locks: LockSet, *end: Any) -> bool | None:
 class LockSet:
     """Several locks, to be held by one block at a time. Made by `distlock_all()`.
 
-    As a context manager, sync or async, it gives `Leases`, and releases them behind the block. As a
-    decorator it does so around each call, and the keys are templates.
+    As a context manager, sync or async, it gives `Leases` to the block, and releases them at its
+    end. As a decorator it does so around each call, and the keys are templates.
     """
 
     def __init__(self, locks: Iterable[Lock]):
         by_key = {each.key: each for each in locks}
         self._locks = [by_key[key] for key in sorted(by_key)]
-        # Those who have it, or want it, first come first served; and who has it without `with`.
+        # The blocks that have entered it or want to, first come, first served; and the one that was
+        # entered without a `with` statement.
         self._users: list[weakref.ref[Entered]] = []
         self._by_hand: Entered | None = None
 
@@ -129,7 +129,7 @@ class LockSet:
         return f"<LockSet {', '.join(repr(each.key) for each in self._locks)}>"
 
     def acquire(self, *, heartbeat: bool = False) -> Leases:
-        """Take all keys for who releases them by a call: see `Lock.acquire`."""
+        """Acquire all keys without a block: see `Lock.acquire`."""
         taken: list[Lease] = []
 
         def give_back() -> None:
@@ -190,7 +190,7 @@ class LockSet:
             yield self._granted([], stack.enter_context)
 
     def _granted(self, taken: list[Lease], take: Callable[[Lock], Lease]) -> Leases:
-        """Take all of the locks, into a list."""
+        """Acquire all of the locks, adding their leases to a list."""
         with self._opening(taken) as opening:
             if opening.asks:
                 opening.ask()
@@ -219,13 +219,13 @@ class LockSet:
         return Opening(store, self._locks, seconds, taken)
 
     def _in_turn(self, opening: Opening) -> Iterator[Lock]:
-        """Give each lock with its part of the answer, and what is left of the time for all."""
-        # Where that is refused, no other key is touched.
+        """Yield each lock with its part of the answer, and with the rest of the time for all."""
+        # A key that was refused comes first, so that no other key is touched.
         for lock in sorted(self._locks, key=lambda each: each.key != opening.refused):
             left = opening.wait
             if left is not None:
                 left = max(0.0, left - (opening.backend.monotonic() - opening.began))
-            # While one may be refused, nothing is kept behind a release: see `Opening.complete`.
+            # While a key may still be refused, none is kept after a release: `Opening.complete`.
             yield replace(
                 lock,
                 wait=left,
@@ -236,7 +236,7 @@ class LockSet:
             opening.leave_to_lease(lock.key)
 
     def _claimed(self, entered: Entered, block: Any) -> Entered:
-        """Let something have a block, which nobody else can enter until that one has ended."""
+        """Let `entered` use this object for a block; refuse that while another one does."""
         entered.block = block
         self._users.append(weakref.ref(entered))
         for user in list(self._users):
@@ -254,7 +254,7 @@ class LockSet:
 
 
 def _require_all(taken: list[Lease]) -> None:
-    """Refuse where a lease has ended while the keys behind it were waited for."""
+    """Raise `LockNotAcquired` if a lease has ended while later keys were waited for."""
     ended = next((each for each in taken if not each.held), None)
     if ended is not None:
         raise LockNotAcquired(

@@ -1,7 +1,7 @@
-"""The state of one holding of a key: until when it is held, and how it was lost.
+"""The state of one lease: until when it is held, and why it was lost.
 
-The heartbeat and the timer work on it. It knows neither the `Lease` that its user has, nor the
-`Release` that ends it.
+The heartbeat and the deadline timer work on a `Holding`. It knows neither the `Lease` that users
+see, nor the `Release` that ends it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ GONE = "the store no longer has it"
 
 @dataclass(slots=True, kw_only=True)
 class Terms:
-    """What a lease is held for.
+    """The conditions under which a lease is held.
 
     Attributes:
-        ttl: Seconds of an extend that does not say; None: no expiry.
+        ttl: Seconds of an extend without a ttl of its own; None: no expiry.
         holder: Who holds it.
-        retry: Pauses between questions about it.
-        hold: Seconds from the grant for which the key stays taken behind a release; 0: none.
+        retry: Pauses between attempts to extend or release it.
+        hold: Seconds from the grant for which the key stays taken after a release; 0: none.
         max_lifetime: Seconds from the grant until which a heartbeat renews it; None: for ever.
         basic: Whether nothing ever renews it.
         permits: How many may hold the key at the same time; None: any number.
@@ -67,27 +67,27 @@ class Terms:
 
 
 def hold_from(later: datetime, hold: float, first: datetime) -> float:
-    """Return for how long a key stays taken from a later grant, in the place of the first one."""
-    # The clock of a store may have gone back.
+    """Return the rest of `hold` at a later grant, when it counts from the first one."""
+    # The store's clock may have gone back.
     return max(0.0, hold - max(0.0, (later - first).total_seconds()))
 
 
 class Keeper(Protocol):
-    """What keeps a lease: a block, or who acquired it by a call."""
+    """What keeps a lease renewed: a block, or the owner of a lease without a block."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it does so still."""
+        """Whether it still does."""
 
 
 class Holding:
     """One holding of a key, from its grant to its end."""
 
-    #: Whether this process tells what becomes of it; not of what a test lets somebody else hold.
+    #: Whether signals, logs and callbacks report it; False where a test lets somebody else hold it.
     tells = True
-    #: The thread whose transactions have kept the lease that it continues; 0: it continues none.
+    #: The thread whose transactions kept the lease that this one continues; 0: it continues none.
     goes_on = 0
-    #: For how many seconds that had been held by then.
+    #: For how many seconds the lease before had been held by then.
     held_before = 0.0
 
     def __init__(self, store: BaseLockBackend, granted: Granted, terms: Terms):
@@ -105,16 +105,16 @@ class Holding:
         self.pid = os.getpid()
         self.state: Literal["held", "lost", "released"] = "held"
         self.losses = Losses()
-        # Why it is lost, unless its time has passed.
+        # Why it was lost, if not by its deadline.
         self.lost_by: str | None = None
-        # Of the shortest question that got no answer: see `Granted`.
+        # The ttl of the shortest request that got no answer: see `Granted`.
         self.unheard = granted.unheard
         self.waited = granted.waited
-        # Whether a release got no answer: the store may hear it at any time.
+        # Whether a release got no answer: the store may carry it out at any time.
         self.given_up = False
         self.thread = threading.current_thread()
-        # Held while the store is asked, so that an extend, a renewal and a release cannot cross.
-        # Whoever only looks does not take it: the store may hang.
+        # Held during a request to the store, so that extend, renewal and release never overlap.
+        # Readers of the state do not take it, because the store may hang.
         self.mutex = threading.RLock()
         self.renewing = Renewing(
             store.config.heartbeat,
@@ -122,28 +122,28 @@ class Holding:
             if terms.max_lifetime is None
             else self.deadline - (self.grant.ttl or 0.0) + terms.max_lifetime,
         )
-        #: Whether the heartbeat renews it, and whether somebody has to be told of its end.
+        #: Whether the heartbeat renews it, and whether the timer reports its loss.
         self.is_renewed = self.is_watched = False
-        # Seconds of the renewal that is on its way.
+        # The ttl of the renewal in flight.
         self._asked_for = math.inf
         self._heartbeat: Heartbeat | None = None
         self.releasing = Underway()
-        #: What it is renewed for; None: for whoever said so, or a transaction.
+        #: What it is renewed for; None: it is renewed until somebody ends that.
         self.block: Keeper | None = None
 
     @property
     def held(self) -> bool:
-        """Whether the lease can be worked under: neither released, nor lost, nor another's."""
+        """Whether work may rely on it: it is neither released, lost, nor another process's."""
         is_ours = self.pid == os.getpid() and not self.given_up
         return is_ours and self.state == "held" and not self.is_lost
 
     @property
     def is_lost(self) -> bool:
-        """Whether the lease ended before it was released. Once True it stays so.
+        """Whether the lease ended before it was released. Once True, it stays True.
 
-        It ends by its deadline, or by what the store says without being asked, if it does that.
+        It ends by its deadline, or because the store has reported its end (session locks).
         """
-        # What a fork copied says nothing, and a release that was sent in time is a clean one.
+        # A fork's copy proves nothing, and a release that was sent in time is a clean one.
         if (
             self.state == "held"
             and self.is_over()
@@ -155,12 +155,12 @@ class Holding:
 
     @property
     def lasts(self) -> bool:
-        """Whether it does not end by itself for as long as this process lives."""
+        """Whether it has no end of its own while this process lives."""
         is_renewed = self.is_renewed and self.renewing.ends_at == math.inf
         return is_renewed or self.deadline == math.inf
 
     def is_entered_by(self, task: asyncio.Task[object] | None) -> bool:
-        """Whether a block of this thread holds it, or one of a task of this thread."""
+        """Whether a block of this thread holds it: of this task, or of no task if None."""
         return self.thread is threading.current_thread() and self.losses.is_task(task)
 
     def begin_block(
@@ -174,10 +174,10 @@ class Holding:
         """Let a block hold the lease.
 
         Args:
-            heartbeat: Renew it while it does.
-            task: What works in the block.
-            cancels: Whether the task is cancelled when the lease is lost.
-            block: Renew it for as long as this one is open; None: until somebody ends that.
+            heartbeat: Renew the lease during the block.
+            task: The task that works in the block.
+            cancels: Whether a loss cancels the task.
+            block: Renew it while this block is open; None: until somebody ends that.
         """
         self.block = block
         if task is not None:
@@ -187,7 +187,7 @@ class Holding:
         self.watch()
 
     def require_process(self) -> None:
-        """Refuse to be used by a fork of the process that took it, by a `LockUsageError`."""
+        """Raise `LockUsageError` in a fork of the process that acquired the lease."""
         if self.pid != os.getpid():
             raise LockUsageError(
                 f"The lease on {self.key!r} belongs to process {self.pid}, not to this fork of it."
@@ -197,13 +197,13 @@ class Holding:
             )
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Do some work while nobody else asks the store about the lease.
+        """Run `work` with the mutex of the lease held.
 
         Raises:
-            LockLost: It was lost before, or by that. This is told behind the work: a callback may
-                wait for threads that extend or release the lease, too.
-            LockUsageError: A fork of the process that took it does. A thread of the parent may have
-                had the mutex.
+            LockLost: The lease is lost. This is reported without the mutex, because a callback may
+                wait for a thread that extends or releases the lease.
+            LockUsageError: This is a fork of the process that acquired the lease. A thread of the
+                parent may have held the mutex.
         """
         self.require_process()
         try:
@@ -214,7 +214,7 @@ class Holding:
             raise
 
     def check(self, *, tells: bool = True) -> None:
-        """Raise unless the lease is held: see `Lease.check`, and `lose`."""
+        """Raise unless the lease is held: see `Lease.check`; for `tells`, see `lose`."""
         self.require_process()
         if self.state == "released":
             raise LockUsageError(f"The lease on {self.key!r} was released.", key=self.key)
@@ -228,16 +228,16 @@ class Holding:
             )
 
     def overtaken(self, using: str, *, hold: bool) -> int | None:
-        """Return the fence of the key, if somebody was granted it since; None: nobody was.
+        """Return the fence of the key if somebody was granted it since; otherwise None.
 
         Args:
-            using: The database of a transaction that has made a row.
-            hold: Let nobody be granted the key from here to its end, if the locks are there, too.
+            using: The database of the caller's transaction.
+            hold: Where the locks are in that database, grant the key to nobody until it ends.
 
         Raises:
             BackendUnavailable: The store is unavailable.
         """
-        # Many a backend cannot, and none can in the database of another.
+        # Some backends cannot guard, and none can in a database without its locks.
         with suppress(LockUsageError):
             if hold and self.store.guards.hold(self.grant, using):
                 return None
@@ -257,7 +257,7 @@ class Holding:
             self._heartbeat.add(self)
 
     def go_on(self, kept: Holding, home: int) -> None:
-        """Continue a lease that the transactions of a thread have kept, renewed as that was."""
+        """Continue a lease that a thread's transactions have kept; renew it if that was renewed."""
         self.goes_on, is_renewed = home, kept.is_renewed
         expires_at, ttl, first = self.grant.expires_at, self.grant.ttl, self.grant.acquired_at
         if expires_at is None or ttl is None:
@@ -272,24 +272,24 @@ class Holding:
             self.keep()
 
     def keep_window(self, hold: float) -> None:
-        """Keep the key taken behind a release: for so many seconds since it was asked for last."""
+        """Set the seconds, from the latest grant on, for which a release keeps the key taken."""
         self.terms.hold = hold and self.held_before + hold
 
     def begin_renewal(self) -> Grant | None:
-        """Return the grant with the ttl to extend it by; None: not now."""
+        """Return the grant to renew, with the ttl to ask for; None: not now."""
         now, ttl = self.monotonic(), self.grant.ttl
         is_over = self._ended() or now >= self.deadline or self.losses.is_orphaned
         if ttl is None or is_over:
-            # Put back by an extend that another thread's release has overtaken, or over.
+            # It is over, or an extend has registered it again after another thread's release.
             heartbeat_of(self.store).discard(self)
             return None
         seconds = self.renewing.ttl(now, ttl)
-        # A renewal never shortens: without its reply, the holder would not know. And what the
-        # holder has extended beyond the lifetime is not cut short.
+        # A renewal never shortens the lease: if its answer is lost, the holder would not know. And
+        # an extend by the holder beyond the maximum lifetime is not cut short.
         if seconds is None or (seconds < ttl and now + seconds <= self.deadline):
             self.renewing.due_at = math.inf
             return None
-        # Who extends it right now renews it, and who releases it ends it.
+        # Somebody extends it right now, which renews it too, or releases it.
         if not self.mutex.acquire(blocking=False):
             left = min(self.renewing.interval, self.deadline - now)
             self.renewing.due_at = now + max(0.01, left / 10)
@@ -302,7 +302,7 @@ class Holding:
         return self.grant if seconds == ttl else replace(self.grant, ttl=seconds)
 
     def end_renewal(self, sent_at: float, answer: Answer) -> None:
-        """Take the answer: renewed, gone, or unknown."""
+        """Process the answer to a renewal: extended, gone, or unknown."""
         lost = None
         slack = 0.0
         try:
@@ -311,14 +311,14 @@ class Holding:
             if isinstance(answer, Grant) and answer.ttl is not None:
                 deadline = sent_at + self.counted(answer.ttl)
                 if not self.is_lost and now < deadline:
-                    # What a maximum lifetime has cut short is not what the next renewal asks for.
+                    # The last renewal before `max_lifetime` is shorter; the lease keeps its ttl.
                     self.grant = replace(answer, ttl=self.grant.ttl)
                     self.renewing.renewed(sent_at, self.counted(self.grant.ttl))
                     self.deadline = deadline
             elif answer is None:
                 lost = GONE
             else:
-                # `UNKNOWN` is also a part of the store that did not answer.
+                # `UNKNOWN` also stands for a part of the store, such as a node, without an answer.
                 self.unheard = self.counted(self._asked_for)
                 if self.renewing.failed(now):
                     lost = f"{self.renewing.failures} renewals in a row had no answer"
@@ -338,7 +338,7 @@ class Holding:
                     key=self.key,
                     code="network_timeout",
                 )
-            # A receiver may take long, and the next beat must not wait for it.
+            # A receiver may take long, and must not delay the next heartbeat.
             deferred_release.tell_later(
                 partial(self.tell, lock_extended, ttl=self.grant.ttl, slack=slack, cause=cause)
             )
@@ -346,26 +346,26 @@ class Holding:
     # For the timer
 
     def watch(self) -> None:
-        """Let the timer say when the lease is over, or about to be."""
-        # Also without an end: an extend may give it one.
+        """Let the timer report when the lease is over, or about to be."""
+        # Set even without a deadline: an extend may give it one.
         self.is_watched = True
         if self.deadline < math.inf:
             alarms.add(self)
 
     def alarm_in(self) -> float:
-        """Return in how many seconds there is something to tell."""
+        """Return the seconds until there is something to report."""
         if self.releasing:
-            return math.inf  # The store's answer decides.
+            return math.inf  # The answer to the release decides.
         return self.losses.next_due(self.deadline) - self.monotonic()
 
     def alarm(self) -> None:
-        """Tell what is due: a warning, or the loss."""
-        # In this order: a release that begins behind the first look sees that it is over.
+        """Report what is due: a warning, or the loss."""
+        # In this order: a release that begins after this line sees for itself that it is over.
         is_over = self.is_over()
         if self.releasing:
             return
         if self not in held_here:
-            # Watched anew by an extend that crossed with its end.
+            # An extend that overlapped with the release has registered it again.
             self.end_keeping()
             return
         if is_over:
@@ -376,10 +376,10 @@ class Holding:
             apart(partial(warn, callbacks))
 
     def is_over(self) -> bool:
-        """Whether its time has passed, or the store has said that it is gone."""
+        """Whether its deadline has passed, or the store has reported that it is gone."""
         if self.monotonic() >= self.deadline:
             return True
-        # What a fork copied says nothing: the parent's lease is the parent's.
+        # In a fork, the connection of the lease is the parent's.
         return self.pid == os.getpid() and self.store.is_cut_off(self.grant)
 
     def why_over(self) -> str:
@@ -392,28 +392,28 @@ class Holding:
         return OVER_AT_LAST if now >= self.renewing.ends_at else OVER
 
     def renew_soon(self) -> None:
-        """Let the heartbeat ask in time: the end of the lease may have come nearer."""
+        """Let the heartbeat renew the lease at once: its deadline may be nearer than before."""
         self.renewing.due_at = min(self.renewing.due_at, self.monotonic())
         self.keep_on()
 
     def shorten(self, deadline: float) -> None:
-        """Count on nothing beyond an end that is asked for: its answer may be lost."""
+        """Move the deadline nearer before a shorter ttl is asked for: the answer may be lost."""
         if deadline < self.deadline:
             self.deadline = deadline
-            # Whatever interrupts this.
+            # Here, because a signal's handler may raise before the answer has come.
             self.renew_soon()
 
     def keep_on(self) -> None:
-        """Tell the timers that the lease may end sooner, or at all."""
+        """Let the heartbeat and the timer look at the lease again: its deadline has changed."""
         if self.is_renewed and self._heartbeat is not None:
             self._heartbeat.add(self)
         if self.is_watched and self.deadline < math.inf:
             alarms.add(self)
         if self._ended():
-            self.end_keeping()  # It crossed with an end.
+            self.end_keeping()  # The lease ended meanwhile, in another thread.
 
     def end_keeping(self) -> None:
-        """Neither renew nor watch the lease any more."""
+        """Stop renewing and watching the lease."""
         self.is_renewed = self.is_watched = False
         if self._heartbeat is not None:
             self._heartbeat.discard(self)
@@ -422,7 +422,7 @@ class Holding:
     # The loss
 
     def report_lost(self, cause: str, *, by_timer: bool = False) -> None:
-        """Tell that the lease is lost, unless that was told; `by_timer`: in a thread of its own."""
+        """Report the loss once; `by_timer`: in a thread of its own."""
         if not self.losses.claim():
             return
         self.losses.cancel()
@@ -443,7 +443,7 @@ class Holding:
         self.losses.call()
 
     def lose(self, cause: str, *, tells: bool = True) -> NoReturn:
-        """Raise `LockLost`, and tell of it before; or leave that to `alone`."""
+        """Report the loss and raise `LockLost`; without `tells`, `alone` reports it later."""
         if tells:
             self.report_lost(cause)
         else:
@@ -453,11 +453,14 @@ class Holding:
         )
 
     def counted(self, ttl: float | None) -> float:
-        """Return for how many seconds an extend counts: a shorter one may be heard behind it."""
+        """Return for how many seconds an extend counts.
+
+        A shorter request without an answer may still reach the store after it.
+        """
         return self.unheard if ttl is None else min(ttl, self.unheard)
 
     def _ended(self) -> bool:
-        """Whether there is nothing to keep; what waits for a transaction's end is kept."""
+        """Whether renewing it has become pointless. Not while a transaction keeps it."""
         is_left = self.block is not None and not self.block.is_open
         return is_left or self.given_up or self not in held_here or self.state == "lost"
 

@@ -1,7 +1,7 @@
-"""How a lock is taken, entered and left: all that happens between a `Lock` and its `Lease`.
+"""Acquire, enter and leave a lock: all that happens between a `Lock` and its `Lease`.
 
-Each way is here twice, with calls and with awaits. A `Block` owns what is taken from the first step
-on, so that a signal's exception leaves nothing behind: see `blocks`.
+Each function exists twice, sync and async. A `Block` owns what is acquired from the first step on,
+so that an exception of a signal's handler leaves nothing held: see `blocks`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Unset:
         return "UNSET"
 
 
-#: Says that the setting decides, where None has a meaning of its own.
+#: The default of arguments where the setting decides, and None has a meaning of its own.
 UNSET: Final = Unset()
 
 
@@ -48,10 +48,10 @@ UNSET: Final = Unset()
 
 
 def by_call(lock: Lock, wait: float | Unset | None, *, heartbeat: bool) -> Lease:
-    """Take the key for who asked by a call, and ends it by one; see `Lock.acquire`."""
+    """Acquire the key without a block: see `Lock.acquire`."""
     _check_heartbeat(lock, heartbeat)
     block = Block(lock)
-    # What is watched over lies on the stack alone, where no traceback keeps it alive.
+    # The sentinel is on the interpreter's stack alone, where no traceback keeps it alive.
     return (block.watched(), _by_call(lock, wait, block, heartbeat=heartbeat))[1]
 
 
@@ -82,7 +82,7 @@ def _by_call(lock: Lock, wait: float | Unset | None, block: Block, *, heartbeat:
     except LockError:
         block.close()
         raise
-    # The last step: no handler of a signal runs between here and the caller.
+    # This is the last step: no signal's handler runs between here and the caller.
     del blocks.every[block]
     return lease
 
@@ -106,7 +106,7 @@ async def _aby_call(
 
 
 def enter(lock: Lock) -> Lease:
-    """Take the key for the block that is entered."""
+    """Acquire the key for the block that is entered."""
     block = context.enter(lock, lock.backend, lock.key)
     try:
         again = _enter_again(lock, block)
@@ -158,7 +158,7 @@ def leave(
     exc: BaseException | None,
     traceback: TracebackType | None,
 ) -> None:
-    """Release behind a block, if that holds the lease."""
+    """Release the lease of the block that is left, unless an outer block holds it."""
     left, foreign = context.unbind(lock, block)
     if left is not None:
         if left.inner:
@@ -181,7 +181,7 @@ def aleave(
     left, foreign = context.unbind(lock, block)
     ending = _end_awaited(left, foreign, exc, raises=lock.on_lost == "raise")
     if left is not None:
-        # The statement lets go of what it has called, and keeps this until it is done.
+        # The `with` statement drops what it has called, and keeps this coroutine until it is done.
         left.watch(ending)
     return ending
 
@@ -204,14 +204,14 @@ async def _end_awaited(
 
 
 def _raise_behind(error: LockUsageError, body: BaseException | None) -> None:
-    """Raise `error`, unless the block has raised: its own exception is never hidden."""
+    """Raise `error`; if the block has raised, add a note to that exception instead."""
     if body is None:
         raise error
     body.add_note(f"{type(error).__name__}: {error}")
 
 
 def _enter_again(lock: Lock, block: Block) -> Lease | None:
-    """Return what a block around this one holds, if this lock may enter it again."""
+    """Return the lease of an outer block on the same key, if this lock is reentrant."""
     around = context.holds(lock.backend, lock.key)
     if around is None:
         return None
@@ -229,7 +229,7 @@ def _enter_again(lock: Lock, block: Block) -> Lease | None:
 
 
 def _bypass(lock: Lock, error: LockNotAcquired, waited: float, block: Block) -> Lease:
-    """Return what stands for a lease where the block runs without; or raise the error."""
+    """Return a `NoLease` if the block may run without a lease; otherwise raise the error."""
     if lock.on_conflict == "raise":
         raise error
     if lock.on_conflict == "run":
@@ -247,7 +247,7 @@ def _take(
     home = block.home or deferred_release.home()
     terms = _begin(lock, store, home)
     name = block.name = lock.backend, lock.key
-    # What a rollback or an interruption has left must not be in the way of who comes next.
+    # Releases that a rollback or an interruption has left are waited for first.
     blocks.flush(name)
     deferred_release.flush(name)
     request = _request(lock, store, terms, wait, since, home)
@@ -257,7 +257,7 @@ def _take(
     try:
         return Lease(store, acquire(store, request, block), terms, block)
     except KeptHere:
-        # Meanwhile another block has left it to the transaction.
+        # Meanwhile another block has ended, and left its lease to the transaction.
         now = store.monotonic()
         return _take(lock, store, _left(request.wait, now - since), block, now)
     except LockNotAcquired as error:

@@ -1,7 +1,7 @@
-"""Keys that are locked until a transaction ends, on its connection. See `transaction_lock`.
+"""Lock keys until a transaction ends, on its own connection: see `transaction_lock`.
 
-Such a lock is no lease: it has no time, no token and no fence, and the database frees it with the
-commit or the rollback. Leases of the same keys exclude it, and it excludes them.
+Such a lock is not a lease: it has no ttl, token or fence, and the database frees it with the commit
+or the rollback. Leases on the same keys exclude it, and it excludes them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .attempts import BUSY_SECONDS, endless, refusal, unclear
 from .owning import callers_level, callers_place
 from .taking import UNSET, Unset
 
-#: Seconds in which a transaction that waits for a lease keeps others from the key at a time.
+#: For how many seconds at a time a transaction that waits for a lease keeps others from the key.
 KEPT_SECONDS = 0.5
 
 P = ParamSpec("P")
@@ -57,34 +57,33 @@ def transaction_lock(
     parent: Key | None = None,
     escalate_at: int | None = None,
 ) -> None:
-    """Lock keys until the transaction that is open ends: all of them, or none.
+    """Lock keys until the open transaction ends: all of them, or none.
 
-    The keys are sorted, so callers with the same keys do not deadlock, however they name them. What
-    is rolled back to a savepoint gives up what was locked behind that.
+    The keys are sorted, so callers with the same keys never deadlock, in whatever order they name
+    them. A rollback to a savepoint unlocks what was locked after that.
 
     Args:
-        keys: What is locked, as for `distlock`; those that are there twice count once.
-        shared: Let others who say so, too, lock the same keys at the same time.
+        keys: The keys, as for `distlock`; each counts once.
+        shared: Whether others may lock the same keys at the same time, if they are shared, too.
         wait: Seconds (or a `timedelta`) to keep trying; 0: one attempt; None: for ever; left out:
             the `WAIT` of the backend.
         using: The alias of the connection with the transaction; None: that of the lock tables.
         backend: An alias in `DISTLOCK`.
-        parent: A key that stands for all of the keys: it is locked too, and shared. Whoever locks
-            it alone and not shared keeps out everybody who names it so.
-        escalate_at: Lock the parent alone, and not shared, where there are more keys than this:
-            one lock in the place of thousands. At least 1; needs a `parent`.
+        parent: A key that stands for all of the keys, and is locked shared with them. Whoever locks
+            it exclusively keeps out everybody who names it as a parent.
+        escalate_at: If there are more keys than this, lock only the parent, and exclusively: one
+            lock instead of thousands. At least 1; needs a `parent`.
 
     Raises:
         InvalidArgument: An argument breaks a rule. Nothing was touched.
         LockUsageError: No transaction is open on that connection, it reads from a snapshot, it
-            keeps another key and `wait` is None, or the backend has no part in transactions; the
-            message says what to do.
+            keeps another key and `wait` is None, or the backend does not support this; the message
+            says what to do.
         LockNotAcquired: Somebody else had one of the keys for all of `wait`; or, with the code
-            `"deadlock"`, the database found a circle of transactions. None of the keys is locked,
-            and the transaction goes on where the caller lets it. (On MariaDB, MySQL and SQLite
-            nothing is given up before the end of the transaction, and the first two of them roll
-            back the whole transaction where they find a deadlock, and with
-            `innodb_rollback_on_timeout` where a wait ends.)
+            `"deadlock"`, the database found a deadlock. None of the keys is locked, and the
+            transaction can go on. (MariaDB, MySQL and SQLite unlock nothing before the end of the
+            transaction. MariaDB and MySQL roll back the whole transaction at a deadlock, and with
+            `innodb_rollback_on_timeout` after a wait in vain.)
         BackendUnavailable: The store is unavailable.
     """
     asked = _sorted(keys, shared=shared, parent=parent, escalate_at=escalate_at)
@@ -114,7 +113,7 @@ def transaction_lock(
 
 
 async def atransaction_lock(*keys: Key, **how: Any) -> None:
-    """See `transaction_lock`. The transaction is that of the thread in `async_to_sync`."""
+    """See `transaction_lock`. The transaction is that of the thread that `sync_to_async` uses."""
     await sync_to_async(transaction_lock, thread_sensitive=True)(*keys, **how)
 
 
@@ -128,12 +127,12 @@ def transaction_locked(
     """Open a transaction around each call of a function, and lock keys in it.
 
     Args:
-        templates: Keys that are filled from the arguments: `"stock:{pk}"`.
-        shared: See `transaction_lock`, as the next three.
+        templates: Key templates, filled from the arguments: `"stock:{pk}"`.
+        shared: See `transaction_lock`, also for the next three.
 
     Raises:
-        InvalidArgument: A key is no template of the function's parameters.
-        LockUsageError: A class, or a function whose body runs when the call is over.
+        InvalidArgument: A key is not a template of the function's parameters.
+        LockUsageError: This is a class, or a function whose body runs after the call.
     """
     if not templates:
         raise InvalidArgument("transaction_locked() needs at least one key.")
@@ -172,7 +171,7 @@ def transaction_locked(
 def _sorted(
     keys: Iterable[Key], *, shared: bool, parent: Key | None, escalate_at: int | None
 ) -> Mapping[str, bool]:
-    """Return what is locked, in that order, and what of it is shared."""
+    """Return the keys to lock, in order, and whether each is shared."""
     if not isinstance(shared, bool):
         raise InvalidArgument(f"shared must be True or False, not {shown(shared)}.")
     if parent is None and escalate_at is not None:
@@ -191,7 +190,7 @@ def _sorted(
 
 
 def _own(store: BaseLockBackend, keys: Iterable[str]) -> list[str]:
-    """Return the tokens of leases on these keys that the caller holds, or its transaction keeps."""
+    """Return the tokens of the caller's leases on these keys, and of those that it still keeps."""
     tokens: list[str] = []
     if not (context.has_blocks() or deferred_release.has_waiting()):
         return tokens
@@ -204,7 +203,7 @@ def _own(store: BaseLockBackend, keys: Iterable[str]) -> list[str]:
 
 
 def _lock(store: BaseLockBackend, ask: Callable[..., KeysAsked], wait: float | None) -> None:
-    """Ask until all keys are locked, or the time is over."""
+    """Make attempts until all keys are locked, or the time is over."""
     began = monotonic()
     deadline = math.inf if wait is None else began + wait
     pacing = Pacing(store.config.retry.pauses())
@@ -228,9 +227,9 @@ def _lock(store: BaseLockBackend, ask: Callable[..., KeysAsked], wait: float | N
 def _keeping(
     store: BaseLockBackend, ask: Callable[..., KeysAsked], pacing: Pacing, until: float
 ) -> InTheWay | None:
-    """Ask again while a lease is in the way; nobody else is granted what is locked meanwhile.
+    """Make attempts while a lease is in the way, keeping the other keys locked meanwhile.
 
-    Not for long: operators and those who hand the lease over need the key as well.
+    Not for long: operators, and whoever takes a handed-over lease, need the key as well.
     """
     using = ask(bound=0.0).using
     with transaction.atomic(using=using):
@@ -241,7 +240,7 @@ def _keeping(
                 return None
             step = pacing.step()
             if not _is_lease(found) or step is None or not left:
-                # What was locked is given up by the rollback to the savepoint.
+                # The rollback to the savepoint unlocks the keys.
                 transaction.set_rollback(True, using=using)
                 return found
             pacing.see(found.answer)
@@ -250,7 +249,7 @@ def _keeping(
 
 
 def _is_lease(found: InTheWay) -> bool:
-    """Whether it is a lease that can be waited for."""
+    """Whether a lease is in the way that can be waited for."""
     return found.answer.fence is not None and not found.deadlock
 
 
@@ -270,7 +269,7 @@ def _error(
 
 
 def _warn_of_order(kept: Kept, before: list[Kept]) -> None:
-    """Warn where a transaction locks keys behind those that come after them."""
+    """Warn if a transaction locks a key that sorts before one that it has locked already."""
     held = {key: each for each in before if each.backend == kept.backend for key in each.keys}
     new = [key for key in kept.keys if key not in held]
     if not held or not new or min(new) > (last := max(held)):

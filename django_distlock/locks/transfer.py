@@ -1,4 +1,4 @@
-"""How a lease goes from one process to another."""
+"""Hand a lease over from one process to another."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _OTHER_VERSION: Final = "The dumped lease is from another version of django-dist
 
 
 def dump(holding: Holding) -> str:
-    """Neither renew nor release a lease any more; return all that another process needs, signed."""
+    """Stop renewing and releasing a lease; return what another process needs, as a signed text."""
     return holding.alone(partial(_dump, holding))
 
 
@@ -90,9 +90,9 @@ def _signed(store: BaseLockBackend, grant: Grant, terms: Terms) -> str:
 def load(text: str) -> tuple[BaseLockBackend, Granted, Terms]:
     """Take over what `dump` describes: see `Lease.load`.
 
-    The lease gets a new token and a higher fence, so that whoever gave it away cannot write any
-    more. A text works once, however often it is delivered: the old lease is settled first, which
-    spends its token, and keeps the key from everybody else until the new one has taken its place.
+    The lease gets a new token and a higher fence, so that its previous holder can no longer write.
+    A text works once, however often it is delivered: the old lease is settled first. That spends
+    its token, and keeps the key taken until the new lease has replaced it.
     """
     given = _read(text)
     store = lock_backends[given["backend"]]
@@ -113,7 +113,7 @@ def load(text: str) -> tuple[BaseLockBackend, Granted, Terms]:
 
 
 class _Taking:
-    """Puts a new lease in the place of one that was given away."""
+    """Replaces a lease that was handed over by a new one."""
 
     def __init__(self, store: BaseLockBackend, grant: Grant, permits: int | None):
         self._permits = permits
@@ -121,10 +121,10 @@ class _Taking:
         self._store = store
         self._grant = grant
         self._token = new_token()
-        # Whether a question with it got no answer: it may have been granted.
+        # Whether a request with the new token got no answer, and so may have been granted.
         self._unanswered = False
         self._retry = store.config.retry
-        # What has no expiry gets one while it changes hands.
+        # A lease without expiry gets one during the transfer.
         self._seconds = grant.ttl or store.config.ttl
         self._until = store.monotonic() + self._seconds
 
@@ -151,10 +151,10 @@ class _Taking:
         return self._replace()
 
     def _look(self) -> None:
-        """Refuse while the key is paused, as long as the text can be kept for later."""
+        """Refuse while the key is paused, before the text is spent."""
         seen = self._acquire(permits=1)
         if isinstance(seen, Grant):
-            # Taken away by an operator just now.
+            # An operator has just force-released the old lease.
             self._store.release(seen)
             raise self._over()
         if seen.paused:
@@ -165,7 +165,7 @@ class _Taking:
             )
 
     def _replace(self) -> Granted:
-        # A reply may have been lost: then the record has our token already.
+        # After a lost answer, the record may have our token already.
         ours, theirs = self._token, self._grant.token
         replace, pauses = theirs, self._retry.pauses()
         refused = 0
@@ -180,7 +180,7 @@ class _Taking:
             else:
                 if isinstance(answer, Grant):
                     if self._store.monotonic() >= self._until:
-                        # The old lease may have ended before: then this is another one.
+                        # The old lease may have expired before, so this may be a later grant.
                         self._store.release(answer)
                         raise self._over()
                     ttl = math.inf if answer.ttl is None else answer.ttl
@@ -201,7 +201,7 @@ class _Taking:
         return answer
 
     def _release_unanswered(self) -> None:
-        # What `_look` is granted holds the key alone.
+        # `_look` asks for the key exclusively.
         for shared in {self._grant.shared, False}:
             grant = replace(self._grant, token=self._token, shared=shared)
             release_unanswered(self._store, grant)
@@ -226,7 +226,7 @@ def _read(text: str) -> dict[str, Any]:
         ) from None
     if not isinstance(given, dict):
         raise InvalidArgument(f"A dumped lease must be a dict, not a {type(given).__name__}.")
-    # Its values are shown to nobody: one of them is the token.
+    # No message shows its values, because one of them is the token.
     if differing := sorted(map(str, given.keys() ^ _FIELDS.keys())):
         raise InvalidArgument(f"{_OTHER_VERSION} {', '.join(differing)} missing or unknown.")
     for name, kinds in _FIELDS.items():

@@ -30,7 +30,7 @@ logger = logging.getLogger("django_distlock")
 APP = "django_distlock"
 #: Seconds between two attempts to be the one who migrates. It takes about one.
 PAUSE = 0.1
-#: Seconds to wait on SQLite for readers, behind the migrations.
+#: Seconds to wait on SQLite for readers, after the migrations.
 _FOR_READERS = 20
 
 

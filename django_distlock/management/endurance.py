@@ -1,7 +1,7 @@
 """The long drill: processes that lock and write are killed and stopped, and their reports judged.
 
 All of them run on one host, whose clock counts the same seconds for each: what one did before or
-behind another is known without the store.
+after another is known without the store.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FAULTS = ("killed", "suspended")
 _WORK, _WAIT = 0.1, 5.0
 #: Seconds between two faults.
 _CALM = (0.5, 2.0)
-#: Seconds behind the ttl that a process stands still: the grace of a second, and what lets
+#: Seconds after the ttl that a process stands still: the grace of a second, and what lets
 #: somebody else write before it goes on.
 _OVERDUE = (1.5, 3.0)
 #: Seconds between two looks whether a process has begun.
@@ -72,7 +72,7 @@ class Turn:
 def violations(turns: Iterable[Turn]) -> list[str]:
     """Return what broke a promise, in turns of any order.
 
-    At most one holder at a time, within their deadlines; fences grow; no write is accepted behind
+    At most one holder at a time, within their deadlines; fences grow; no write is accepted after
     one with a higher fence.
     """
     found = []

@@ -107,7 +107,7 @@ def main(grace: str) -> None:
     said = sys.stdin.read().split()
     if said and _OVER not in said:
         end(int(said[0]), float(grace))
-        # Behind the end: whoever read standard error may have been killed with distlock_run.
+        # After the end: whoever read standard error may have been killed with distlock_run.
         print("distlock_run was killed: its program was stopped.", file=sys.stderr)  # noqa: T201
 
 

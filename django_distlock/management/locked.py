@@ -42,7 +42,7 @@ class LockedCommand(BaseCommand):
             lock_key = "report:{day}"
             lock_ttl = 600
 
-    System checks come before the lock, and what `handle()` returns is printed behind it. While
+    System checks come before the lock, and what `handle()` returns is printed after it. While
     it runs, `self.lease` is the lease of the block around it.
 
     Attributes:

@@ -1,8 +1,8 @@
-"""What locks do all the time, in a few statements of SQL: on SQLite.
+"""The frequent operations on SQLite, with a few SQL statements each.
 
-Most of the time that Django takes there goes into making statements, and into cursors around them.
-So these go to the driver. The operations are those of `HeldLockManager`, step for step and with the
-same answers, and it does what is left.
+On SQLite, Django's own work takes most of the time: it builds statements, and wraps cursors. So
+these statements go to the driver. The operations do the same as those of `HeldLockManager`, step by
+step; all other operations are inherited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .lock import HeldLockManager
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-#: Runs a statement, whose placeholders are the driver's own, and returns the driver's cursor.
+#: Runs a statement with the driver's own placeholders, and returns the driver's cursor.
 Run = Callable[..., Any]
 
 _NOBODY = Holder()
@@ -79,15 +79,15 @@ FROM {locks} WHERE storage_key = ?
 UPDATE {locks} SET ttl = ?, renewed_at = ?, expires_at = ?, free_at = ? WHERE storage_key = ?
 """
     settle: str = "UPDATE {locks} SET expires_at = ?, free_at = ? WHERE storage_key = ?"
-    # Whoever ends it leaves the key to others for a moment.
+    # Marks the grant in the way, so that its process leaves the key to others for a moment.
     mark: str = "UPDATE {locks} SET wanted = 1 WHERE storage_key = ? AND fence = ? AND NOT wanted"
     delete: str = "DELETE FROM {locks} WHERE storage_key = ?"
 
 
 class OwnTransaction:
-    """A transaction of the one writer, on a connection of our own.
+    """A transaction of the only writer, on a connection of this package's own.
 
-    A signal that raises in it may leave it open. The connection is closed then: see `borrowing`.
+    A signal's exception may leave it open. Then the connection is closed: see `borrowing`.
     """
 
     def __init__(self, connection: Connection):
@@ -103,17 +103,17 @@ class OwnTransaction:
 
 
 class CompactLockManager(HeldLockManager):
-    """Operations on held locks, those of each lock without the ORM. For SQLite.
+    """Operations on held locks, the frequent ones without the ORM. For SQLite.
 
-    It has one writer for a file, who has it from the beginning of the transaction: what was read
-    there is what is changed. It wakes nobody.
+    A transaction is the only writer of the file from its beginning, so what it reads cannot change.
+    There are no wake-ups.
     """
 
     _statements: _Statements
 
     @classmethod
     def of(cls, locks: HeldLockManager) -> CompactLockManager:
-        """Return one in the place of another manager of the same rows."""
+        """Return one that replaces another manager of the same rows."""
         compact = locks.replaced_by(cls)
         tables = dict(zip(("locks", "fences"), locks._tables, strict=True))
         compact._statements = _Statements(*(each.format(**tables) for each in _Statements()))
@@ -122,7 +122,7 @@ class CompactLockManager(HeldLockManager):
     def acquire(self, attempt: Attempt) -> Grant | Contended | None:
         name, key, holder = attempt.name, attempt.key, attempt.holder
         with self._asking() as (run, writing):
-            # Read first: whoever loses takes no lock and writes nothing.
+            # Read first, so that a refused attempt neither locks nor writes anything.
             kept, _, _, unmarked, is_shared = self._in_the_way(run, attempt)
             if kept is not None:
                 if attempt.wanted and unmarked:
@@ -169,13 +169,14 @@ class CompactLockManager(HeldLockManager):
 
     @contextmanager
     def _asking(self) -> Iterator[tuple[Run, Callable[[], AbstractContextManager[None]]]]:
-        """Give what asks the driver, whose errors become Django's, and what opens a transaction.
+        """Yield a function that runs statements, and one that opens a transaction.
 
-        A connection of the caller's is asked through Django, which may count, log or refuse; in a
-        transaction of the caller's, as that of a `TestCase`, one is a savepoint.
+        A connection of the caller is used through Django, which may count, log or refuse
+        statements. In a transaction of the caller, such as that of a `TestCase`, a savepoint is
+        used.
         """
         connection = connections[self.db]
-        # Django refuses a cursor in the thread of an event loop.
+        # This raises in the thread of an event loop, as Django's cursors do.
         with connection.cursor() as cursor, connection.wrap_database_errors:
             if is_own(connection):
                 raw = connection.connection
@@ -186,10 +187,10 @@ class CompactLockManager(HeldLockManager):
     def _in_the_way(
         self, run: Run, attempt: Attempt
     ) -> tuple[Contended | None, int, datetime, bool, bool]:
-        """Return why the key cannot be had, if so, its last fence, the time, and two facts more.
+        """Return why the key is not available, if so, its last fence, the time, and two flags.
 
-        That is: whether somebody holds the key alone, and has not been told that others want it;
-        and whether it is shared, or was.
+        The flags are: whether an exclusive holder is not marked yet; and whether the key is shared,
+        or was.
         """
         found = run(self._statements.look, [attempt.name]).fetchone()
         last, paused_until, is_shared, token, *lease = found
@@ -213,7 +214,7 @@ class CompactLockManager(HeldLockManager):
         return kept, last or 0, now, is_held and not wanted, bool(is_shared)
 
     def _owned_record(self, run: Run, name: str, grant: Grant) -> tuple[Record | None, datetime]:
-        """Return the record of a grant, without who holds it, and the time; None: it is gone."""
+        """Return the record of a grant, without its holder, and the time; None: it is gone."""
         row = run(self._statements.lease, [name]).fetchone()
         now = datetime.now(UTC)
         if row is None:

@@ -1,8 +1,8 @@
-"""What locks do all the time, in one round trip each, on MariaDB.
+"""The frequent operations on MariaDB, in one round trip each.
 
-An anonymous block of the server's own language runs the transaction of `HeldLockManager`, step for
-step: nothing has to be installed for it. Each session prepares it: the server takes as long to read
-such a block as to run it. MySQL has no such blocks, and the ORM does it there.
+An anonymous block in the server's own language runs the transaction of `HeldLockManager`, step by
+step. Nothing has to be installed. Each session prepares the block, because parsing it takes as long
+as running it. MySQL has no such blocks, so the ORM code runs there.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from ..database.server_functions import acquired
 from ..database.vendors.mysql import INTERRUPTED, MAX_STATEMENT_TIME, MySQL
 from .lock import HeldLockManager
 
-#: The session has prepared no statement of this name; the server takes no more of them.
+#: Errors: the session has not prepared this statement; the server allows no more of them.
 _NOT_PREPARED, _TOO_MANY = 1243, 1461
-#: The attribute of a connection that says what has been prepared, in which session.
+#: The attribute of a connection with the session and the statements that it has prepared.
 _PREPARED = "_django_distlock_prepared"
 
 
 class _Block(NamedTuple):
-    """A block with a placeholder for each value, and what these are called, in their order."""
+    """A block with placeholders, and the names of their values in order."""
 
     text: str
     values: list[str]
 
 
 class CompoundLockManager(HeldLockManager):
-    """Operations on held locks, those of each lock as one statement. For MariaDB.
+    """Operations on held locks, the frequent ones as one statement each. For MariaDB.
 
-    Inside of a transaction, as in a `TestCase`, the ORM does them: a block cannot nest its own.
+    In a transaction, such as that of a `TestCase`, the ORM code runs, because the block has a
+    transaction of its own.
     """
 
     @classmethod
     def of(cls, locks: HeldLockManager) -> CompoundLockManager:
-        """Return one in the place of another manager of the same rows."""
+        """Return one that replaces another manager of the same rows."""
         compound = locks.replaced_by(cls)
         table, fences = locks._tables
         put_in = {
@@ -56,7 +57,7 @@ class CompoundLockManager(HeldLockManager):
             "{owned}": _text("owned"),
             "{locks}": table,
             "{fences}": fences,
-            # Each statement reads the clock anew. One that waits has read it before.
+            # Read in a statement of its own, because a statement reads the clock before it waits.
             "{now}": str(MySQL.clock),
             "{grace}": str(_microseconds(GRACE)),
             "{fence_max}": str(FENCE_MAX),
@@ -111,7 +112,7 @@ class CompoundLockManager(HeldLockManager):
         return not connection.in_atomic_block and connection.mysql_is_mariadb
 
     def _run(self, block: _Block, values: dict[str, Any], bound: float) -> Any:
-        # Waits end after whole seconds: one that is left less does not begin to wait.
+        # Time limits are whole seconds, so with less than one second left there is no wait.
         text = block.text.replace("{bound}", str(int(bound)))
         name = f"distlock_{crc32(text.encode()):x}"
         using = ", ".join(["%s"] * len(block.values))
@@ -127,7 +128,7 @@ class CompoundLockManager(HeldLockManager):
                 if name not in known or not _went(
                     cursor, f"EXECUTE {name} USING {using}", given, unless=_NOT_PREPARED
                 ):
-                    # A proxy has given the session to somebody else, and us a new one.
+                    # A proxy has switched to another session.
                     known.discard(name)
                     cursor.execute(f"EXECUTE IMMEDIATE %s USING {using}", [text, *given])
             except OperationalError as error:
@@ -140,7 +141,7 @@ class CompoundLockManager(HeldLockManager):
 
 
 def prepared_by(connection: BaseDatabaseWrapper) -> set[str]:
-    """Return the names of the statements that a session has prepared; more may be added."""
+    """Return the set of names of the statements that a session has prepared, to be added to."""
     raw = connection.connection
     session, names = vars(connection).get(_PREPARED, (None, set()))
     if session is None or session() is not raw:
@@ -150,7 +151,7 @@ def prepared_by(connection: BaseDatabaseWrapper) -> set[str]:
 
 
 def _went(cursor: Any, statement: str, values: list[Any], *, unless: int) -> bool:
-    """Run a statement; return whether the server did not refuse it for this reason."""
+    """Run a statement; return False if the server refuses it with the error `unless`."""
     try:
         cursor.execute(statement, values)
     except OperationalError as error:
@@ -169,7 +170,7 @@ def _block(name: str, put_in: Mapping[str, str]) -> _Block:
 
 
 def _text(name: str) -> str:
-    """Return a file of SQL without its comments."""
+    """Return the text of an SQL file without comments."""
     lines = (
         (files(sql.__name__) / "mariadb" / f"{name}.sql").read_text(encoding="utf-8").split("\n")
     )

@@ -1,4 +1,4 @@
-"""The fence counters: rows that only ever count up, and pauses beside them."""
+"""The fence counters, which only ever count up, and the pauses of keys."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class FenceCounterQuerySet(models.QuerySet["FenceCounter"]):
-    """Rows that only ever count up: what could take a fence back is refused."""
+    """Rows that only ever count up: operations that could lower a fence are refused."""
 
     def delete(self) -> NoReturn:
         """Refuse."""
         refuse_change("deleted")
 
     def update(self, **values: Any) -> int:
-        """Change what is no fence and no key."""
+        """Change columns other than the fence and the key."""
         if {"fence", "storage_key", "pk"} & set(values):
             refuse_change("changed")
         return super().update(**values)
@@ -45,7 +45,7 @@ class FenceCounterQuerySet(models.QuerySet["FenceCounter"]):
         *args: Any,
         **kwargs: Any,
     ) -> list[FenceCounter]:
-        """Make rows that are not there."""
+        """Create missing rows."""
         if update_conflicts:
             refuse_change("changed")
         return super().bulk_create(objs, batch_size, ignore_conflicts, *args, **kwargs)
@@ -54,7 +54,7 @@ class FenceCounterQuerySet(models.QuerySet["FenceCounter"]):
 class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # type: ignore[misc]
     """Operations on fence counters, inside the transaction of a lock's operation."""
 
-    #: Tells, on an alias, which of these storage keys are held; None: those with a live record.
+    #: Returns which of some storage keys are held; None: those with a live record.
     who_is_held: Callable[[str, Sequence[str]], Collection[str]] | None = None
 
     @contextmanager
@@ -62,10 +62,11 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
         """Open a transaction in which nobody else acquires the key once its counter is locked.
 
         Args:
-            shared: Others who share the key have their turn as well, and the counter is there.
+            shared: Others that share the key may have their turn at the same time; the counter
+                exists.
 
         Yields:
-            Whether somebody may have been waited for.
+            Whether this may have waited for somebody.
         """
         store = self._store
         if store.turns_by_counter or shared:
@@ -78,20 +79,18 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
             yield store.take_turn(name, shared=shared)
 
     def lock(self, name: str, *, wait: bool = False) -> FenceCounter | None:
-        """Lock the counter of a key at once, or raise: a guard may hold it for long.
+        """Lock the counter of a key at once, or raise, because a guard may keep it for long.
 
         Args:
             wait: Wait for others, as long as a statement may.
         """
-        # Its key never changes, so the weaker lock does: foreign keys to it could go on.
         rows = self.select_for_update(nowait=not wait, no_key=self._has_no_key_locks)
         return only(rows.filter(pk=name))
 
     def is_guarded(self, name: str, fences: str) -> bool:
-        """Whether the counter of a key is shared by guarded transactions, and not by us alone.
+        """Whether other transactions have locked the counter of a key shared, as guards do.
 
-        Only others who look are waited for. Whoever else locks the row, for as long as a statement
-        waits, say, does not share it.
+        This waits only for others that look as well. Other locks on the row are exclusive.
         """
         store, is_shared = self._store, False
         try:
@@ -111,14 +110,14 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
     def advance(
         self, name: str, key: str, counter: FenceCounter | None, floor: datetime | None
     ) -> int:
-        """Return the next fence of a key, whose locked row is `counter`, not below a floor."""
+        """Return the next fence of a key, at least `floor`; `counter`: its locked row."""
         counter = counter or self._lock_or_make(name, key)
         fence = next_fence(key, counter.fence, floor)
         models.QuerySet.update(self.filter(pk=name), fence=fence)
         return fence
 
     def raise_one(self, fence: int | None, name: str, key: str) -> Raised:
-        """Raise the counter of a key, which is made where there is none."""
+        """Raise the counter of a key, which is created if missing."""
         with self.turn(name, key, MAX_BOUND):
             self._lock_or_make(name, key)
             return self._raise([name], fence)
@@ -136,7 +135,7 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
         unlocked = rows.select_for_update(skip_locked=True, no_key=self._has_no_key_locks)
         locked = {row.pk for row in unlocked.order_by("pk")}
         fence = clock_fence(store.now()) if fence is None else fence
-        # Nobody acquires what is locked here, so who holds nothing now will not before the end.
+        # Nobody acquires a key whose counter is locked, so free keys stay free until the end.
         if self.who_is_held is None:
             held = self._with_live_record(names)
         else:
@@ -153,7 +152,7 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
     def _lock_or_make(self, name: str, key: str) -> FenceCounter:
         counter = self.lock(name)
         if counter is None:
-            # Those who share a key make its counter out of turn, and so do locks of a session.
+            # Shared keys and session locks create counters without a turn.
             self.bulk_create([self.model(pk=name, key=key, fence=0)], ignore_conflicts=True)
             counter = self.filter(pk=name).select_for_update(no_key=self._has_no_key_locks).get()
         return counter
@@ -164,7 +163,7 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
         return [whole_name(pk) for rows in live for pk in rows.values_list("pk", flat=True)]
 
     def look(self, name: str) -> Counter | None:
-        """Return the fence and the pause of a key; None: it has neither."""
+        """Return the fence and the pause of a key; None: there is neither."""
         with self._store.short_transaction(MAX_BOUND, writes=False):
             rows = self.filter(pk=name).values_list("fence", "paused_until", "paused_by")
             row = rows.first()
@@ -176,7 +175,7 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
             return Counter(fence) if fence else None
 
     def pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:
-        """Let nobody be granted the key until then."""
+        """Grant the key to nobody until then."""
         with self.turn(name, key, bound):
             self._lock_or_make(name, key)
             self.filter(pk=name).update(paused_until=until, paused_by=by)
@@ -184,7 +183,7 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
     def resume(self, name: str, *, bound: float) -> bool:
         """End a pause; return whether there was one."""
         with self._store.short_transaction(bound):
-            # Always: whoever was told of a pause of a free key has left no mark.
+            # Always sent, because a waiter that was refused for a pause has left no mark.
             self._store.call_out(name)
             counter = self.lock(name)
             if counter is None or counter.paused_until is None:
@@ -199,7 +198,7 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
 
 
 def refuse_lower_fence(instance: FenceCounter, using: str, raw: bool, **_: Any) -> None:
-    """Refuse a fixture (`loaddata`) that is older than the counter it would overwrite."""
+    """Refuse a fixture (`loaddata`) with a lower fence than the row that it would overwrite."""
     if raw:
         stored = type(instance).objects.using(using).filter(pk=instance.pk)
         if stored.filter(fence__gt=instance.fence).exists():
@@ -207,7 +206,7 @@ def refuse_lower_fence(instance: FenceCounter, using: str, raw: bool, **_: Any) 
 
 
 def refuse_change(what: str) -> NoReturn:
-    """Refuse what could make a counter hand out a fence again."""
+    """Refuse an operation that could make a counter repeat a fence."""
     raise LockUsageError(
         f"Fence counters are never {what}. Otherwise the same fences would be granted again and"
         " stale writes would pass. Only grants raise them."

@@ -1,9 +1,9 @@
-"""The lock's transactions as ORM code, for every database.
+"""The transactions on lock rows as ORM code, for every database.
 
-On PostgreSQL the four that are called all the time exist a second time as functions
-(`database/sql/postgresql/`, `database/server_functions.py`), with the same behaviour in one round
-trip. Locks are taken in the order turn (PostgreSQL: advisory lock on the key), fence row, lock row,
-here and everywhere, and the clock is read after the last of them.
+On PostgreSQL the four frequent ones exist a second time as functions (`database/sql/postgresql/`,
+`database/server_functions.py`), which do the same in one round trip. Here and there, locks are
+taken in this order: the turn (PostgreSQL: an advisory lock on the key), the fence row, the lock
+row. The clock is read after the last of them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 L = TypeVar("L")
 
-#: Until when a door is closed that nobody has closed.
+#: The end of a door that is not closed: see `FenceCounter.closed_until`.
 _NEVER: Final = datetime.fromtimestamp(0, UTC)
 
-#: What a record is made of: its name, its holder, and what the model calls by the same names.
+#: The columns of a record. Most fields of `Record` have the same names.
 _COLUMNS = (
     "storage_key", "holder", "key", "token", "fence", "ttl", "acquired_at", "renewed_at",
     "expires_at", "free_at", "wanted", "stop_requested_at", "renewed_until",
@@ -67,14 +67,14 @@ SELECT count(*), max(storage_key) FROM gone
 class HeldLockManager(StoreManager["HeldLock"]):
     """Operations on held locks. Each runs in a transaction of its own.
 
-    The database errors of a busy store pass through: `Vendor.is_busy` tells them.
+    Database errors of a busy store are passed on: `Vendor.is_busy` recognises them.
     """
 
-    #: Whether no fence is below what the store's clock says.
+    #: Whether fences follow the store's clock.
     follows_clock = False
 
     def replaced_by(self, kind: Callable[[], L]) -> L:
-        """Return a manager of another kind, of the same rows on the same alias."""
+        """Return a manager of another class for the same rows on the same alias."""
         made: Any = kind()
         made.model, made._db, made.follows_clock = self.model, self._db, self.follows_clock
         return cast("L", made)
@@ -84,7 +84,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         store, counters = self._store, self._counters
         name, key, bound = attempt.name, attempt.key, attempt.bound
         while True:
-            # Read first: whoever loses takes no lock and writes nothing.
+            # Read first, so that a refused attempt neither locks nor writes anything.
             with store.short_transaction(bound, writes=False):
                 contended, row, is_shared = self._look(attempt)
             if contended is None:
@@ -104,22 +104,22 @@ class HeldLockManager(StoreManager["HeldLock"]):
                     return contended
                 marked = self._mark_wanted(row, bound)
                 if marked is not None:
-                    # What shortened it before the mark told nobody.
+                    # If it was shortened before it was marked, no waiter was told.
                     ends = {"expires_at": marked.expires_at, "free_at": marked.free_at}
                     return changed(contended, **ends)
-            # Released or marked by somebody else meanwhile: look again.
+            # Somebody has released or marked it meanwhile: look again.
 
     def share(self, attempt: Attempt) -> Grant | Contended:
-        """Grant a key that several share, or that somebody wants alone: see `in_the_way`."""
+        """Grant a key shared, or a shared one exclusively: see `in_the_way`."""
         name, bound, counters = attempt.name, attempt.bound, self._counters
         while True:
-            # Read first: whoever loses takes no lock, and writes what is new to its holders.
+            # Read first, so that a refused attempt locks nothing, and writes only new marks.
             with self._store.short_transaction(bound, writes=False):
                 seen = self._seen_by(attempt, counters.filter(pk=name).first())
             if seen.contended is not None and not (attempt.wanted and self._is_news(attempt, seen)):
                 return seen.contended
             with counters.turn(name, attempt.key, bound, shared=attempt.shared):
-                # Others who share the key are soon done.
+                # Others that share the key lock the counter only for moments.
                 counter = counters.lock(name, wait=True)
                 settled = self._settle_over(attempt)
                 seen = self._seen_by(attempt, counter)
@@ -128,10 +128,10 @@ class HeldLockManager(StoreManager["HeldLock"]):
                     return self._grant_among(attempt, seen, over)
                 if seen.contended is not None and self._mark_all(attempt, seen):
                     return seen.contended
-            # One of them has ended meanwhile: look again.
+            # One of the leases has ended meanwhile: look again.
 
     def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
-        """Replace the ttl of a lease; None: it is gone."""
+        """Let a lease end a ttl from now; None: it is gone."""
         with self._store.short_transaction(bound):
             row, now = self._owned(name, grant.token)
             if row is None:
@@ -142,9 +142,9 @@ class HeldLockManager(StoreManager["HeldLock"]):
             return extended
 
     def extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
-        """Extend each lease by its own ttl; a row that somebody holds is skipped as unknown.
+        """Extend each lease by its own ttl; a locked row is skipped as `UNKNOWN`.
 
-        Nobody is called: a lease that is renewed by the ttl that it has ends later than before.
+        No wake-up is sent, because a renewal by the same ttl never makes a key free sooner.
         """
         names = [name for name, _grant in named]
         with self._store.short_transaction(MAX_BOUND):
@@ -166,7 +166,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
             return answers
 
     def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
-        """Give the key back, or keep it taken for `held` seconds since the grant."""
+        """Release the key, or keep it taken for `held` seconds from the grant."""
         with self._store.short_transaction(bound):
             row, now = self._owned(name, grant.token)
             if row is None:
@@ -185,19 +185,19 @@ class HeldLockManager(StoreManager["HeldLock"]):
             return None if row is None else _live(row, self._store.now())
 
     def read_key(self, name: str, *, bound: float = MAX_BOUND) -> Record | None:
-        """Return the live record of a key; of several that share it, that which is free last."""
+        """Return the live record of a key; if several share it, the one that ends last."""
         with self._store.short_transaction(bound, writes=False):
             rows, now = self._rows_of(name), self._store.now()
             live = [record for row in rows if (record := _live(row, now)) is not None]
             return last_to_end(live) if live else None
 
     def sharing(self, name: str) -> list[Record]:
-        """Return the live records of those who share a key."""
+        """Return the live records of all that share a key."""
         with self._store.short_transaction(MAX_BOUND, writes=False):
             return [row.as_record() for row in self._store.live(self._places(name))]
 
     def read_many(self, names: Sequence[str]) -> dict[str, Record]:
-        """Return the live records of these storage keys, by a statement for each thousand."""
+        """Return the live records of these storage keys, with one statement for each thousand."""
         found: dict[str, list[Record]] = {}
         with self._store.short_transaction(MAX_BOUND, writes=False):
             for start in range(0, len(names), 1000):
@@ -208,7 +208,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         return {name: last_to_end(each) for name, each in found.items()}
 
     def places_of(self, names: Sequence[str]) -> models.QuerySet[HeldLock]:
-        """Return the rows of all who share one of these keys, also of those that are over."""
+        """Return the rows of all that share one of these keys, expired ones included."""
         if not names:
             return self.none()
         locks, fences = self._tables
@@ -219,7 +219,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
             for mark in (PLACE_MARKER, prefix_end(PLACE_MARKER))
         )
         among = ", ".join(["%s"] * len(names))
-        # A join that the ORM cannot say; of the few counters that are shared to their places.
+        # A join that the ORM cannot express: from the few shared counters to their places.
         return self.extra(  # noqa: S610 - names of our own
             tables=[fences],
             where=[
@@ -243,11 +243,11 @@ class HeldLockManager(StoreManager["HeldLock"]):
             rows = rows.filter(task_id=task_id)
         with self._store.short_transaction(MAX_BOUND, writes=False):
             rows = self._store.live(rows).order_by("pk")[:limit]
-            # Without instances, which take longer to make than all the rest.
+            # Without model instances, whose creation would take longer than the query.
             return [_recorded(*row) for row in rows.values_list(*_COLUMNS)]
 
     def expired(self, prefix: str, name: str | None, limit: int) -> list[Record]:
-        """Return leases that nobody gave back, whose storage keys start with `prefix`."""
+        """Return expired leases whose storage keys start with `prefix`."""
         with self._store.short_transaction(MAX_BOUND, writes=False):
             rows = between(self.all(), prefix, None)
             rows = rows.filter(expires_at__lte=self._store.now(), free_at__gt=F("expires_at"))
@@ -258,7 +258,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
     def request_stop(
         self, name: str, within: float | None, token: str | None, fence: int | None, *, bound: float
     ) -> Record | None:
-        """Mark the record for its holder to see, and let it be renewed for `within` at the most."""
+        """Mark the record for its holder, and end its renewals after `within` seconds."""
         with self._store.short_transaction(bound):
             row, now = self._owned(name, token, fence)
             if row is None:
@@ -276,10 +276,10 @@ class HeldLockManager(StoreManager["HeldLock"]):
     def force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | None:
-        """Move the fence on, then remove the record."""
+        """Raise the fence, then remove the record."""
         with self._store.short_transaction(bound, writes=False):
             if not self.filter(pk=name).exists():
-                return None  # And no counter is made for a key that nobody ever held.
+                return None  # And no counter is created for a key that nobody ever held.
         counted = whole_name(name)
         with self._counters.turn(counted, key, bound):
             counter = self._counters.lock(counted)
@@ -293,16 +293,16 @@ class HeldLockManager(StoreManager["HeldLock"]):
             return row.as_record()
 
     def cleanup(self, before: datetime, limit: int, after: str | None) -> tuple[int, str | None]:
-        """Remove up to `limit` records that were over before `before`, skipping locked ones.
+        """Remove up to `limit` records that ended before `before`, skipping locked ones.
 
-        Each call goes on where the one before came to, so that many of them pass live records
-        once, and the one that finds nothing any more begins anew.
+        Each call continues where the one before has stopped, so that live records are read only
+        once by many calls. After the last record, the next call starts again.
 
         Args:
-            after: The storage key that the call before came to, as it said.
+            after: The storage key that the call before has returned.
 
         Returns:
-            How many records have gone, and the storage key that this call came to.
+            How many records were removed, and the storage key where this call has stopped.
         """
         is_postgresql = connections[self.db].vendor == "postgresql"
         clean = self._clean_at_once if is_postgresql else self._clean
@@ -329,7 +329,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         return gone, names[-1] if len(names) == limit else None
 
     def remove_expired(self, **lookup: Any) -> int:
-        """Remove the record that `lookup` finds if it is over and nobody has it locked."""
+        """Remove the record that `lookup` finds if it has ended and is not locked."""
         with self._store.short_transaction(MAX_BOUND):
             return remove(self.filter(free_at__lte=self._store.now(), **lookup), 1)
 
@@ -363,10 +363,10 @@ class HeldLockManager(StoreManager["HeldLock"]):
     def _lock_free(
         self, attempt: Attempt
     ) -> tuple[FenceCounter | None, HeldLock | None, datetime] | None:
-        """Lock what a grant changes; None: the key is not to be had any more.
+        """Lock the rows that a grant changes; None: the key is not available any more.
 
         Returns:
-            The counter and the record that is over, where they exist, and the time of the grant.
+            The counter and the expired record, if they exist, and the time of the grant.
         """
         counter = self._counters.lock(attempt.name)
         row = only(self.select_for_update().filter(pk=attempt.name))
@@ -387,7 +387,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         now: datetime,
         before: Sequence[HeldLock],
     ) -> Grant:
-        """Write the record of a grant, in the place of the rows that go for it."""
+        """Write the record of a grant, replacing the rows that it ends."""
         self._store.make_durable()
         replaced = [row.as_record() for row in before if row.is_live(now)]
         record, holder = attempt.record(fence, now, replaced), attempt.holder
@@ -402,14 +402,14 @@ class HeldLockManager(StoreManager["HeldLock"]):
             self.create(**values)
         else:
             self.filter(pk=over.pk).update(**values)
-            # Their mark went with the grant before, and they have to mark this one.
+            # The mark is gone with the grant before, so the waiters have to mark this one.
             self._call_out(over)
         return attempt.grant(fence, now, lease_ends(now, attempt.ttl)[0])
 
     def _mark_wanted(self, row: HeldLock, bound: float) -> HeldLock | None:
-        """Ask for a wake-up at the end of a grant; return its row. None: it ended, or is marked."""
+        """Mark a grant for a wake-up, and return its row; None: it has ended, or was marked."""
         with self._store.short_transaction(bound):
-            # Locked first: not every database bounds the wait of an UPDATE by less than a second.
+            # Locked first: some databases limit the wait of an UPDATE only in whole seconds.
             rows = self.select_for_update().filter(pk=row.pk, token=row.token, wanted=False)
             marked = only(rows)
             if marked is not None:
@@ -417,20 +417,20 @@ class HeldLockManager(StoreManager["HeldLock"]):
             return marked
 
     def _call_out(self, row: HeldLock) -> bool:
-        """Call a key out if somebody waits for it; return whether so."""
+        """Send a wake-up if somebody waits for the key; return whether somebody does."""
         if row.wanted:
             self._store.call_out(whole_name(row.pk))
         return row.wanted
 
     def _call_out_if_sooner(self, row: HeldLock, free_at: datetime | None) -> None:
-        """Call a key out if somebody waits for it and it becomes free before `row` says."""
+        """Send a wake-up if somebody waits for the key, and it becomes free sooner than before."""
         if free_at is not None and (row.free_at is None or free_at < row.free_at):
             self._call_out(row)
 
     def _owned(
         self, name: str, token: str | None, fence: int | None = None
     ) -> tuple[HeldLock | None, datetime]:
-        """Lock a row, then judge it by the clock: in this order, a wait cannot blur the answer."""
+        """Lock a row, then compare it with the clock: in this order, a wait does no harm."""
         row = only(self.select_for_update().filter(pk=name))
         now = self._store.now()
         record = None if row is None else row.as_record()
@@ -451,7 +451,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         )
         return before.renewal(grant, ttl, now)
 
-    # Several who hold a key at the same time. Whoever makes a place has the key's counter locked.
+    # Shared keys. A row for another holder is only created with the key's counter locked.
 
     def _rows_of(self, name: str) -> list[HeldLock]:
         return [*self.filter(pk=name), *self._places(name)]
@@ -468,14 +468,14 @@ class HeldLockManager(StoreManager["HeldLock"]):
         return _Seen(counter, rows, live, now, contended)
 
     def _stays(self, attempt: Attempt, row: HeldLock, now: datetime) -> bool:
-        """Whether a grant leaves the row of another one of its key."""
+        """Whether a grant leaves the row of another holder in place."""
         return row.is_live(now) and not attempt.may_replace(row.as_record())
 
     def _settle_over(self, attempt: Attempt) -> set[str]:
-        """Lock what looks over, and what is replaced: an extend may be in flight.
+        """Lock rows that look expired or are replaced, because an extend may be in flight.
 
         Returns:
-            Which rows these are. What is over since may be extended until it is locked as well.
+            The rows. One that has expired since may still be extended until it is locked, too.
         """
         now = self._store.now()
         rows = [row for row in self._rows_of(attempt.name) if not self._stays(attempt, row, now)]
@@ -484,7 +484,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         return {row.pk for row in rows}
 
     def _is_news(self, attempt: Attempt, seen: _Seen) -> bool:
-        """Whether the holders have yet to be marked, or the door to be closed."""
+        """Whether a holder is not marked yet, or the door is not closed yet."""
         if any(not row.wanted for row in seen.live):
             return True
         _paused_until, until = _gates(seen.counter)
@@ -492,7 +492,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         return not attempt.shared and until is not None and until < seen.now + half
 
     def _mark_all(self, attempt: Attempt, seen: _Seen) -> bool:
-        """Ask for a wake-up at the end of each grant; False: one has ended meanwhile."""
+        """Mark each grant for a wake-up; False: one has ended meanwhile."""
         if not attempt.wanted:
             return True
         tokens = [row.token for row in seen.live]
@@ -505,7 +505,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         return True
 
     def _grant_among(self, attempt: Attempt, seen: _Seen, over: Sequence[HeldLock]) -> Grant:
-        """Write the record of a grant, and remove those that are over or replaced."""
+        """Write the record of a grant, and remove those that have ended or are replaced."""
         counter, now, name = seen.counter, seen.now, attempt.name
         fence = self._counters.advance(name, attempt.key, counter, self._floor(now))
         if len(over) == len(seen.rows):
@@ -515,18 +515,18 @@ class HeldLockManager(StoreManager["HeldLock"]):
         gone = [row for row in over if row is not in_place]
         if gone:
             self._store.delete(self.all(), [row.pk for row in gone])
-            # Their mark goes with them, and they have to mark what comes.
+            # The mark goes with the record, so its waiters have to mark the next one.
             any(map(self._call_out, gone))
         return self._grant(attempt, fence, in_place, now, over)
 
 
 class _Seen(NamedTuple):
-    """What an attempt to share a key, or to have it alone, finds.
+    """What an attempt at a shared key finds.
 
     Attributes:
-        rows: Of all who hold the key, or did.
-        live: Those who do.
-        contended: Why it cannot be had.
+        rows: The rows of all holders, expired ones included.
+        live: The rows of live leases.
+        contended: Why the key is not available.
     """
 
     counter: FenceCounter | None

@@ -1,4 +1,4 @@
-"""How the managers get at rows, on any database."""
+"""Access to rows that works on every database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ M = TypeVar("M", bound=models.Model)
 
 
 class StoreManager(models.Manager[M]):
-    """A manager that knows its database."""
+    """A manager with the vendor of its database."""
 
     @property
     def _store(self) -> vendors.Vendor:
@@ -21,9 +21,9 @@ class StoreManager(models.Manager[M]):
 
 
 def only(rows: models.QuerySet[M]) -> M | None:
-    """Return the one row, if it is there.
+    """Return the one row, or None.
 
-    Not by `first()`: its LIMIT cannot be locked on every database.
+    Unlike `first()`, this has no LIMIT, with which some databases cannot lock rows.
     """
     return next(iter(rows), None)
 
@@ -37,11 +37,10 @@ def between(rows: models.QuerySet[M], prefix: str, after: str | None) -> models.
 
 
 def remove(over: models.QuerySet[M], limit: int) -> int:
-    """Delete up to `limit` of these rows, the first ones, skipping locked ones; return how many.
+    """Delete the first of these rows, up to `limit`, skipping locked ones; return how many.
 
-    Inside of a transaction.
+    Call this in a transaction.
     """
-    # In statements of their own: not every database can lock what LIMIT leaves.
     found = list(over.values_list("pk", flat=True)[:limit])
     unlocked = over.select_for_update(skip_locked=True).filter(pk__in=found).order_by("pk")
     names = list(unlocked.values_list("pk", flat=True))

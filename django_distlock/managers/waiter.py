@@ -1,4 +1,4 @@
-"""Notes about who waits, for people to see."""
+"""Notes about waiters, to be shown to people."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from ..models import Waiter
 
 
-#: A task in its queue: see `Holder.is_queued`.
+#: A task that was queued again: see `Holder.is_queued`.
 _QUEUED = models.Q(holder__pid=0) & ~models.Q(holder__task_id=None)
 
 
 class WaiterManager(StoreManager["Waiter"]):
-    """Notes about who waits, for people to see. Each operation is a transaction of its own."""
+    """Notes about waiters. Each operation is a transaction of its own."""
 
     def note(
         self, name: str, holder: Holder, seconds: float, pk: int | None, *, channel: str
     ) -> int:
-        """Let somebody be seen for so many seconds, or for longer; return the key of the note."""
+        """Write or renew a note for so many seconds, and return its primary key."""
         with self._store.short_transaction(MAX_BOUND):
             now = self._store.now()
             values = {"until": now + timedelta(seconds=seconds), "channel": channel}
@@ -44,13 +44,13 @@ class WaiterManager(StoreManager["Waiter"]):
             self.filter(pk=pk, storage_key=name).delete()
 
     def waiting(self, name: str) -> list[Waiting]:
-        """Return who waits for a key, the first to come first."""
+        """Return the waiters of a key, the first to come first."""
         with self._store.short_transaction(MAX_BOUND, writes=False):
             rows = self.filter(storage_key=name, until__gt=self._store.now())
             return [row.as_waiting() for row in rows.order_by("since", "pk")]
 
     def numbers(self, names: Sequence[str]) -> dict[str, Waits]:
-        """Return how many wait for which of these keys, where somebody does."""
+        """Return how many wait for each of these keys, if any do."""
         with self._store.short_transaction(MAX_BOUND, writes=False):
             rows = self.filter(storage_key__in=names, until__gt=self._store.now())
             queued = models.Count("pk", filter=_QUEUED)
@@ -61,6 +61,6 @@ class WaiterManager(StoreManager["Waiter"]):
             }
 
     def cleanup(self, limit: int) -> None:
-        """Remove up to `limit` notes that are over, skipping locked ones: their waiters died."""
+        """Remove up to `limit` expired notes, whose waiters have died, skipping locked ones."""
         with self._store.short_transaction(MAX_BOUND):
             remove(self.filter(until__lte=self._store.now()).order_by("pk"), limit)

@@ -1,4 +1,4 @@
-"""What this process still has to end when the interpreter does."""
+"""The leases that this process has to release when the interpreter exits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..core.clock import monotonic
 
-#: Seconds that the end of the interpreter spends on leases that are in somebody's way.
+#: Seconds that the exit of the interpreter may take for releases.
 EXIT_PATIENCE = 2.0
 
 
@@ -22,31 +22,31 @@ class Held(Protocol):
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody has yet to be told of its end."""
+        """Whether the timer still watches it."""
 
     def is_over(self) -> bool:
-        """Whether its time has passed."""
+        """Whether its deadline has passed."""
 
 
 class Ending(Protocol):
-    """What ends a lease."""
+    """Releases a lease."""
 
     @property
     def holding(self) -> Held:
-        """What it ends."""
+        """The lease."""
 
     def at_exit(self, patience: float) -> None:
-        """Release within so many seconds."""
+        """Release within `patience` seconds."""
 
 
 class HeldHere:
-    """The leases that this process has to end, once each."""
+    """The leases that this process has to release."""
 
     def __init__(self) -> None:
         self._by_token: dict[str, Ending] = {}
         # The process that has registered `release_all`.
         self._process = 0
-        # How many there may be before those that are over are forgotten.
+        # The number of leases at which expired ones are removed.
         self._sweep_at = 0
 
     def __contains__(self, lease: Held) -> bool:
@@ -54,7 +54,7 @@ class HeldHere:
         return found is not None and found.holding is lease
 
     def add(self, ending: Ending) -> None:
-        """Take a lease in, or the one that goes on with its token."""
+        """Add a lease, or replace the one whose token it continues."""
         if self._process != os.getpid():
             self._begin()
         if len(self._by_token) >= self._sweep_at:
@@ -63,14 +63,14 @@ class HeldHere:
 
     def _begin(self) -> None:
         self._process = os.getpid()
-        # In a fork as well: `multiprocessing` forgets there what the parent has registered.
+        # Again in a fork, where `multiprocessing` forgets what the parent has registered.
         atexit.register(self.release_all)
         if multiprocessing.parent_process() is not None:
-            # Before Python 3.13, its forks call nothing that `atexit` knows.
+            # Before Python 3.13, its forks do not call `atexit` functions.
             Finalize(None, self.release_all, exitpriority=0)
 
     def rename(self, lease: Held, token: str) -> None:
-        """Give a lease another token, by which it is found from now on."""
+        """Give a lease another token."""
         ending, before = self._by_token.get(lease.token), lease.token
         if ending is not None:
             self._by_token[token] = ending
@@ -78,19 +78,16 @@ class HeldHere:
         self._by_token.pop(before, None)
 
     def discard(self, lease: Held) -> bool:
-        """Forget a lease, which has ended; return False if somebody has done so."""
+        """Forget a lease that has ended; return False if somebody else has done so."""
         return lease in self and self._by_token.pop(lease.token, None) is not None
 
     def all(self) -> list[Ending]:
-        """Return what ends each of them."""
-        # Copied in one step: other threads go on taking leases.
+        """Return the releases of all leases."""
+        # Copied in one step, because other threads add leases meanwhile.
         return list(self._by_token.values())
 
     def release_all(self) -> None:
-        """Release what is still held: the interpreter ends.
-
-        What one release raises keeps no other lease from its own.
-        """
+        """Release all leases at the exit of the interpreter, even if some releases raise."""
         until = monotonic() + EXIT_PATIENCE
 
         def release(ending: Ending) -> None:
@@ -101,7 +98,7 @@ class HeldHere:
                 stack.callback(release, ending)
 
     def _sweep(self) -> None:
-        """Forget what is over: whoever takes leases and drops them leaves them to the ttl."""
+        """Forget expired leases that nobody has released, such as dropped ones."""
         for lease in [each.holding for each in self.all()]:
             if not lease.is_watched and lease.is_over():
                 self.discard(lease)

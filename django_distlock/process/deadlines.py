@@ -1,6 +1,6 @@
 """One timer for the deadlines of all leases of a process.
 
-It waits on the monotonic clock and asks no store, so that nothing which hangs can delay it.
+It uses only the monotonic clock. It never asks a store, so a store that hangs cannot delay it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ logger = logging.getLogger("django_distlock")
 
 
 class Watched(Protocol):
-    """What a lease has to have to be watched."""
+    """The interface of a lease that can be watched."""
 
     def alarm_in(self) -> float:
-        """Return in how many seconds to be called; infinite: not as things are."""
+        """Return the seconds until `alarm` is to be called; infinite: nothing is to be reported."""
 
     def is_over(self) -> bool:
-        """Whether it has ended, also before its time."""
+        """Whether it has ended, by its deadline or before."""
 
     def alarm(self) -> None:
-        """Do what is due, without waiting for anything."""
+        """Report what is due, without blocking."""
 
 
 def _due(lease: Watched) -> float:
@@ -33,16 +33,16 @@ def _due(lease: Watched) -> float:
 
 
 class Alarms(TimerThread[Watched]):
-    """Calls leases when it is time."""
+    """Calls `alarm` of each lease when something is due."""
 
-    #: The clock of a wait may stand while the machine sleeps.
+    #: The clock after a timeout may stop while the machine is suspended.
     longest_wait = 1.0
 
     def __init__(self) -> None:
         super().__init__("distlock-alarms", _due, monotonic)
 
     def ring(self) -> None:
-        """Call every lease whose time has come, in this thread."""
+        """Call `alarm` of each lease for which something is due, in this thread."""
         for lease in self.all():
             try:
                 if lease.alarm_in() <= 0 or lease.is_over():
@@ -56,7 +56,7 @@ class Alarms(TimerThread[Watched]):
                 self.discard(lease)
 
     def _look(self, now: float, due: float) -> None:
-        # Whatever is due: a lease may be over before its time.
+        # Even if nothing is due: a lease may have ended before its deadline.
         self.ring()
 
 

@@ -1,7 +1,7 @@
-"""Waiters of this process that wait for each other, and so would wait in vain.
+"""Find waiters of this process that wait for each other, and would wait in vain.
 
-A key that was locked inside `atomic()` stays taken until the transaction ends. So a transaction
-that waits for its next key has those before: two that go on in opposite order never end.
+A key that was acquired inside `atomic()` stays taken until the transaction ends. So two
+transactions that acquire the same keys in opposite order would wait for each other.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Name = tuple[str, str]
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Wait:
-    """One caller who waits for a key.
+    """One caller that waits for a key.
 
     Attributes:
-        home: Whose transactions it works in: see `transactions.home`.
-        inside: What is held by the blocks that it cannot leave before.
-        until: When it gives up, by `host.monotonic`.
-        is_for_one: Whether nobody else's end lets it go on.
-        in_vain_for: The key that it has and that is waited for, where it waits in vain.
+        home: The thread whose transactions it works in: `deferred_release.home`.
+        inside: The keys that its outer blocks hold while it waits.
+        until: When it gives up, by the store's `monotonic`.
+        is_for_one: Whether it waits for one particular holder, and not for any of several permits.
+        in_vain_for: If it waits in vain: the key that it holds and its holder waits for.
     """
 
     name: Name
@@ -38,46 +38,46 @@ class Wait:
     in_vain_for: str | None = None
 
     def is_for(self, other: Wait) -> bool:
-        """Whether it cannot end before another one does."""
+        """Whether it waits for a key that another waiter holds."""
         if not self.is_for_one:
             return False
         if self.name in other.inside:
             return True
-        # What its own transactions keep is nothing to wait for: a block goes on with it.
+        # A lease that its own transactions keep is taken over, and not waited for.
         return self.home != other.home and other.home in deferred_release.keepers(self.name)
 
 
 class _Waits:
-    """All who wait in this process."""
+    """All waiters of this process."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Forget everybody: in a forked child, the waiters are its parent's."""
+        """Forget all: in a forked child, the waiters are the parent's."""
         self._mutex = threading.Lock()
         self._all: set[Wait] = set()
 
     def begin(self, wait: Wait) -> None:
-        """Let a caller wait; where a circle is closed by that, somebody in it is told."""
+        """Add a waiter; if that closes a circle, stop one of its waiters."""
         with self._mutex:
             self._all.add(wait)
             self._break(wait)
 
     def end(self, wait: Wait) -> None:
-        """Say that a caller does not wait any more."""
+        """Remove a waiter."""
         self._all.discard(wait)
 
     def deferred(self, name: Name) -> None:
-        """Say that the transactions of the running code keep a key from now on.
+        """Note that the transactions of the running code keep a key from now on.
 
-        Those who wait for it in the same transactions can go on with it, and are woken.
+        Waiters for it in the same transactions can take it over, and are woken.
         """
         if not self._all:
             return
         home = deferred_release.home()
         with self._mutex:
-            # Of a copy: others end their waits meanwhile.
+            # Iterate over a copy, because others end their waits meanwhile.
             for wait in list(filter(lambda each: each.home == home, [*self._all])):
                 if wait.name == name:
                     wait.ring()
@@ -85,15 +85,15 @@ class _Waits:
                     self._break(wait)
 
     def _break(self, wait: Wait) -> None:
-        """Tell the one of a circle who gives up first: until then, nobody in it can go on."""
+        """Stop the waiter of each circle that would give up first anyway."""
         while (circle := self._circle(wait)) is not None:
             first = min(circle, key=lambda each: each.until)
             first.in_vain_for = circle[circle.index(first) - 1].name[1]
             first.ring()
 
     def _circle(self, wait: Wait) -> list[Wait] | None:
-        """Return a circle of waits, each for the next one, that begins with this one."""
-        # Each is looked at once: of keys that many share, there are very many ways.
+        """Return a circle of waiters through this one, in which each waits for the next."""
+        # Each waiter is visited once: with keys that many share, there are very many paths.
         before: dict[Wait, Wait] = {}
         left = [wait]
         while left:

@@ -1,8 +1,7 @@
 """Releases that wait for the caller's transactions to end.
 
-A key that becomes free before the data is committed protects nothing: the next holder would read
-what was there before. Django tells about a commit, and about a rollback only by dropping what was
-registered; both end the wait.
+If a key became free before the data is committed, the next holder would read the old data. Django
+calls hooks at a commit; at a rollback it only drops them. Both lead to the release here.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from .transaction_locks import kept_by
 
 logger = logging.getLogger("django_distlock")
 
-#: Who waits in `async_to_sync`. Not by way of `Local.__getattr__`, which a signal's exception can
-#: leave locked, for everybody.
+#: The thread that waits in `async_to_sync`. Read without `Local.__getattr__`, because a signal's
+#: exception inside that could leave its lock taken for ever.
 _EXECUTORS: Any = getattr(AsyncToSync.executors, "_storage", AsyncToSync.executors)
-#: Where all of that is in one variable, as in newer versions of asgiref.
+#: Newer versions of asgiref keep it in a context variable.
 _DATA: Any = getattr(_EXECUTORS, "_data", None)
 _HAS_DATA = isinstance(_DATA, ContextVar)
 
@@ -47,10 +46,10 @@ _HAS_DATA = isinstance(_DATA, ContextVar)
 def home() -> int:
     """Return the thread whose transactions the running code works in.
 
-    Asynchronous code that a thread waits for in `async_to_sync` works in those of that thread. They
-    are looked at from here: to ask in the thread itself would wait for whatever else it does.
+    Async code that a thread waits for in `async_to_sync` works in the transactions of that thread.
+    They are inspected from here, because a question to that thread would wait for its other work.
     """
-    # Nearly always nothing is there. To be told so by an `AttributeError` takes many times as long.
+    # Nearly always nothing is there, and finding that out by an `AttributeError` is slow.
     if not (_HAS_DATA and _DATA.get(None) is None):
         waiting = getattr(getattr(_EXECUTORS, "current", None), "_work_thread", None)
         if waiting is not None:
@@ -82,12 +81,12 @@ def managed_transactions(here: int) -> list[BaseDatabaseWrapper]:
 
 
 def open_transactions(thread: int | None = None) -> list[BaseDatabaseWrapper]:
-    """Return the connections with a transaction, other than a `TestCase`'s: see `home`.
+    """Return the connections with an open transaction, other than that of a `TestCase`.
 
-    One that is managed by hand since the acquire counts: its hooks run as well, or are swept.
+    Manual transactions count, too: their hooks run as well, or are found by `sweep`.
 
     Args:
-        thread: Those that this one has opened; None: those of the running code.
+        thread: The thread that has opened them; None: that of the running code, by `home`.
     """
     if thread is None:
         return transactions_of(home())
@@ -95,27 +94,28 @@ def open_transactions(thread: int | None = None) -> list[BaseDatabaseWrapper]:
 
 
 def reads_a_snapshot(connection: BaseDatabaseWrapper) -> bool:
-    """Whether a transaction goes on seeing what was committed when it began to read."""
+    """Whether a transaction keeps seeing the data as of its first read."""
     level = getattr(connection, "isolation_level", None)
     if connection.vendor == "mysql":
-        # What is serializable locks what it reads. Where the server does not tell, it may be this.
+        # SERIALIZABLE locks the rows that it reads. An unknown level may be REPEATABLE READ.
         return (level or servers_isolation(connection)) in ("repeatable read", "")
     if connection.vendor != "postgresql":
         return False
     if "isolation_level" not in connection.settings_dict["OPTIONS"]:
-        # Django takes the server's default for READ COMMITTED.
+        # Django reports READ COMMITTED whatever the server's default is.
         return servers_isolation(connection) in ("repeatable read", "serializable")
     return getattr(level, "name", "") in ("REPEATABLE_READ", "SERIALIZABLE")
 
 
 class Deferred:
-    """A release that waits for all transactions that are open in this thread now.
+    """A release that waits for all transactions that are open in a thread now.
 
     Args:
-        name: What is released: backend and key.
-        owner: Who is released, for whoever goes on with it.
-        release: Releases, in any thread; False: not yet, ask again.
-        thread: Whose transactions they are, by `home`.
+        name: The backend and the key.
+        owner: The holding that is released; a later block may take it over.
+        release: Releases, in any thread; False: not possible yet, call it again later.
+        transactions: The connections with those transactions.
+        thread: The thread of the transactions; None: that of `home`.
     """
 
     _is_registered = _is_settled = False
@@ -141,28 +141,28 @@ class Deferred:
         with self._registering:
             _waiting.add(name, self)
             for connection in transactions:
-                # No savepoint ids: a savepoint that is rolled back does not end the transaction.
+                # Without savepoint ids: the rollback to a savepoint does not end the transaction.
                 hooks: list[Any] = connection.run_on_commit
                 end = _End(self)
-                # Not "robust": Django would swallow the exception of a signal that comes amid it.
+                # Not "robust": Django would swallow the exception of a signal's handler.
                 hooks.append((set(), end, False))
                 self._ends.append((connection, when_gone(end, partial(self._dropped, end.claim))))
                 if not (in_transaction(connection) or is_manual(connection)):
                     end.is_over = True  # It ended meanwhile, in its own thread.
-            # Amid a rollback in its own thread, Django has dropped all hooks, and neither calls nor
-            # drops one that is added then.
+            # If another thread is in the midst of a rollback, Django has dropped all hooks, and
+            # neither calls nor drops one that is added now.
             if thread is not None or any(each.autocommit for each in transactions):
                 self._poll()
             self._is_registered = True
 
     @property
     def waits(self) -> bool:
-        """Whether the transactions will tell it of their ends; False: a signal came before."""
+        """Whether the hooks are in place; False: a signal's exception came before that."""
         return self._is_registered or bool(self._registering)
 
     @property
     def has_window(self) -> bool:
-        """Whether its lease holds the key for a window: no other block goes on with that."""
+        """Whether its lease has `hold` or `min_hold`, so that no later block takes it over."""
         return bool(self.owner.terms.hold)
 
     @property
@@ -174,7 +174,7 @@ class Deferred:
         return len(ends) >= self._transactions and all(end is None or end.is_over for end in ends)
 
     def sweep(self) -> None:
-        """Release if the transactions are over, and nobody or the garbage collector tells."""
+        """Release if the transactions have ended without calling or dropping the hooks."""
         for connection, gone in self._ends:
             end = gone()
             if end is None or end.is_over:
@@ -186,13 +186,13 @@ class Deferred:
                 _worker.put(self.release_if_over)
 
     def _poll(self) -> None:
-        """Poll: Django tells of no end of a transaction that it does not know."""
+        """Poll, because Django's hooks miss the end of a transaction that it does not manage."""
         self.sweep()
         if not self.is_over:
             later(self._poll, MAX_BOUND)
 
     def claim(self, claim: object = True) -> bool:
-        """Take the release over; False: somebody did, or it has been carried out."""
+        """Take the release over; False: somebody else did, or it has been carried out."""
         with self._mutex:
             if self._claimed_by is None:
                 self._claimed_by = claim
@@ -205,23 +205,23 @@ class Deferred:
             self._claimed_by = None
 
     def give_back(self) -> None:
-        """Undo a claim, behind which the transactions may have ended."""
+        """Undo a claim; the transactions may have ended meanwhile."""
         self.unclaim()
         if self.is_over:
             _worker.put(self.release_if_over)
 
     def end(self) -> None:
-        """Undo a claim of what the store no longer has, and wait for no transaction any more."""
+        """Undo a claim, and release at once: the lease is gone from the store."""
         self._transactions, self._ends = 0, []
         self.unclaim()
         self.release_if_over()
 
     def settle(self) -> None:
-        """Say that the claimed release is needed no more."""
+        """Mark the claimed release as done, or as no longer needed."""
         _waiting.remove(self._name, self)
-        # Interrupted before, it is carried out once more. Others still have it in their hands.
+        # Set last, so that after an interruption the release is carried out once more.
         self._is_settled = True
-        # Nobody has to be told of their ends. They keep this, and need not keep who claimed it.
+        # The hooks refer to this object. It need not keep its claimer alive.
         self._ends, self._claimed_by = [], True
         self.done.ring()
 
@@ -232,24 +232,24 @@ class Deferred:
         if self._release():
             self.settle()
         else:
-            # Somebody holds the record. Others shall not wait behind it.
+            # A transaction has locked the record. Later blocks must not wait for that.
             self.done.ring()
             self.unclaim()
             later(self.release_if_over, MAX_BOUND)
 
     def _dropped(self, claim: object) -> None:
-        """Release if that was the last end; also what was interrupted in the midst of a release."""
+        """Handle a dropped hook: the transaction was rolled back, or its release interrupted."""
         if self._claimed_by is claim:
             self.unclaim()
         self.release_if_over()
 
 
 class _End:
-    """Called when a transaction is committed, dropped when it is rolled back."""
+    """The hook of one transaction: called at the commit, dropped at the rollback."""
 
     def __init__(self, deferred: Deferred):
         self.is_over = False
-        #: What stands for it where it must not be kept alive.
+        #: Identifies it in a claim, which must not keep the hook itself alive.
         self.claim = object()
         self._deferred = deferred
 
@@ -260,7 +260,7 @@ class _End:
 
 
 class _Waiting(dict[tuple[str, str], list["Deferred"]]):
-    """The releases that wait for transactions, by name. Nearly always there are none."""
+    """The releases that wait for transactions, by name. It is nearly always empty."""
 
     def __init__(self) -> None:
         self.forget()
@@ -292,7 +292,7 @@ class _Waiting(dict[tuple[str, str], list["Deferred"]]):
         return self._left(those)
 
     def _left(self, those: list[Deferred]) -> list[Deferred]:
-        # Who was interrupted registers anew, if there is anything left to release.
+        # An interrupted one is registered again if there is anything left to release.
         for each in those:
             if not each.waits:
                 self.remove(each._name, each)
@@ -301,16 +301,16 @@ class _Waiting(dict[tuple[str, str], list["Deferred"]]):
 
 _waiting = _Waiting()
 _worker = workers.releases
-#: A receiver may take its time: no key waits for it.
+#: Calls receivers of signals, which may be slow, apart from the releases.
 teller = Worker("distlock-signals")
 before_drop.append(_worker.finish)
 
 
 def defer(name: tuple[str, str], owner: Any, release: Callable[[], bool], thread: int = 0) -> bool:
-    """Let `release` wait if a transaction is open in this thread; return whether it does.
+    """Defer `release` if a transaction is open in this thread; return whether it was deferred.
 
     Args:
-        thread: Another one, for whose transactions it waits as well; 0: none.
+        thread: Another thread whose transactions count as well; 0: none.
     """
     elsewhere = open_transactions(thread) if thread and thread != home() else []
     transactions = [*open_transactions(), *elsewhere]
@@ -322,21 +322,21 @@ def defer(name: tuple[str, str], owner: Any, release: Callable[[], bool], thread
 def defer_for(
     thread: int, name: tuple[str, str], owner: Any, release: Callable[[], bool]
 ) -> Deferred:
-    """Let `release` wait for the transactions of another thread, if there are any."""
+    """Defer `release` until the open transactions of another thread have ended, if any."""
     return Deferred(name, owner, release, open_transactions(thread), thread)
 
 
 def waiting_release(name: tuple[str, str], thread: int | None = None) -> Deferred | None:
-    """Return the release of this name that waits for a transaction of a thread: see `home`.
+    """Return the release of this name that waits for a transaction of a thread (default: `home`).
 
-    Of several, one that another block goes on with, if there is any.
+    If there are several, one that a later block can take over is preferred.
     """
     found = waiting_releases(name, thread) if _waiting else []
     return min(found, key=lambda each: each.has_window, default=None)
 
 
 def waiting_releases(name: tuple[str, str], thread: int | None = None) -> list[Deferred]:
-    """See `waiting_release`: of a key with permits, a transaction may keep several."""
+    """Return all of them: with permits, a transaction may keep several; see `waiting_release`."""
     if not (waiting := _waiting.of(name)):
         return []
     return _of_thread(waiting, home() if thread is None else thread)
@@ -348,14 +348,14 @@ def has_waiting() -> bool:
 
 
 def keepers(name: tuple[str, str]) -> set[int]:
-    """Return the threads whose transactions keep what is called so for as long as they last."""
+    """Return the threads whose transactions keep this key until they end."""
     kept = _waiting.of(name)
     return {each.thread for each in kept if not each.is_over and each.owner.lasts}
 
 
 def kept_beside(names: Collection[tuple[str, str]], thread: int) -> str | None:
-    """Return another key that the transactions of a thread keep; None: they keep none."""
-    # Events wait as well. They are nobody's lease.
+    """Return a key outside `names` that the transactions of a thread keep; None: there is none."""
+    # Events are deferred as well, without an owner.
     leases = [each for each in _waiting.all() if each.owner is not None]
     kept = [each._name for each in _of_thread(leases, thread) if not each.is_over]
     for connection in transactions_of(thread):
@@ -364,9 +364,9 @@ def kept_beside(names: Collection[tuple[str, str]], thread: int) -> str | None:
 
 
 def _of_thread(those: list[Deferred], thread: int) -> list[Deferred]:
-    """Return those of the caller's own transactions, which it sees for itself.
+    """Return those of one thread, after a look whether its transactions have ended.
 
-    A rollback drops what tells of it, but the traceback of an error may still refer to that.
+    A rollback drops the hook, but the traceback of an error may still keep it alive.
     """
     own = [each for each in those if each.thread == thread]
     for each in own:
@@ -375,10 +375,10 @@ def _of_thread(those: list[Deferred], thread: int) -> list[Deferred]:
 
 
 def flush(name: tuple[str, str]) -> None:
-    """Wait until releases of this name, whose transactions have ended, are carried out.
+    """Wait until releases of this name whose transactions have ended are carried out.
 
-    After a rollback the next acquire must not meet the lease that the rollback gave up. A store
-    that hangs holds it up for a second at most.
+    After a rollback, the next acquire must not be refused for a lease that the rollback released.
+    It waits for `MAX_BOUND` seconds at most.
     """
     for deferred in _named(name) if _waiting else []:
         if deferred.is_over:
@@ -392,31 +392,31 @@ def _named(name: tuple[str, str]) -> list[Deferred]:
 
 
 def sweep() -> None:
-    """Find the transactions that were rolled back unnoticed: something still refers to them."""
+    """Find transactions that were rolled back while something keeps their hooks alive."""
     for deferred in _waiting.all():
         deferred.sweep()
 
 
 async def aflush(backend: BaseLockBackend, name: tuple[str, str]) -> None:
-    """See `flush`. The event loop's thread does not wait."""
+    """See `flush`; the event loop does not block."""
     if any(each.is_over for each in _named(name)):
         await backend.threads.run(flush, name)
 
 
 def later(work: Callable[[], None], seconds: float = 0.0) -> None:
-    """Let the worker do it, in some seconds."""
+    """Let the worker's thread do something, after some seconds."""
     _worker.start()
     _worker.put(work, seconds)
 
 
 def tell_later(work: Callable[[], None]) -> None:
-    """Let what others have to say to a signal take its time in a thread for that."""
+    """Send a signal in a thread for that, because its receivers may be slow."""
     teller.start()
     teller.put(work)
 
 
 def _forget_parent() -> None:
-    # The parent's threads may have held the locks, and its releases are its own.
+    # The parent's threads may have held these mutexes, and its releases are not the child's.
     _waiting.forget()
     _worker.forget()
     teller.forget()

@@ -1,8 +1,8 @@
-"""What an operator needs to know afterwards, kept as rows of `LockEvent`.
+"""Write the events that operators need to know about as rows of `LockEvent`.
 
-Signals are sent by timers and amid requests, so a row is written by a thread of its own, on a
-connection of its own: it delays nobody, and no rollback of a caller takes it back. A database that
-hangs holds up the other events, and nothing else.
+Signals are sent by timers and during requests. So a separate thread writes the rows, on a
+connection of its own: it delays nobody, and no rollback of a caller removes a row. A database that
+hangs delays only other events.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from . import deferred_release
 
 logger = logging.getLogger("django_distlock")
 
-#: Events that wait to be written. Further ones are dropped: the table tells what happened, and a
-#: thousand rows of one outage tell as much as more. Of what operators do, twice as many wait.
+#: How many events may wait to be written. Further ones are dropped, because a thousand rows about
+#: one outage say as much as more would. Twice as many may wait if operators caused them.
 MAX_WAITING = 1000
-#: Rows of one statement.
+#: How many rows one statement writes.
 BATCH = 100
-#: Seconds that releases wait for others, so that there is no connection for each of them.
+#: Seconds that releases are collected for, so that each one does not need its own connection.
 GATHER = 1.0
 
 _UID = "django_distlock.process.event_log"
@@ -67,11 +67,11 @@ _KINDS = {
 
 
 def connect() -> None:
-    """Keep what happens from now on.
+    """Record events from now on.
 
-    Called when the app is ready, so before anybody locks: what the leases that are released at the
-    end of the interpreter have to tell is written behind them. That takes a second at most, and
-    what is not written by then is lost, as it is with a process that is killed.
+    This is called when the app is ready, before any lock is acquired. So at the exit of the
+    interpreter `finish` runs after the leases are released, and writes their events. That takes a
+    second at most; what is not written by then is lost, as if the process had been killed.
     """
     lock_taken_over.connect(note_takeover, dispatch_uid=_UID)
     lock_lost.connect(note_loss, dispatch_uid=_UID)
@@ -85,17 +85,17 @@ def connect() -> None:
 
 
 def finish(seconds: float = MAX_BOUND) -> bool:
-    """Wait until what happened so far is written, or could not be; return whether that is so."""
+    """Wait until the events so far are written, or have failed; return whether none is left."""
     return _writer.finish(seconds)
 
 
 def dropped() -> int:
-    """Return how many events this process has dropped so far, because too many waited."""
+    """Return how many events this process has dropped because too many were waiting."""
     return _writer.dropped
 
 
 def _follow_setting(*, setting: str = "DISTLOCK_HISTORY", **_: Any) -> None:
-    """Hear of releases where some are kept: a signal that nobody hears costs less."""
+    """Connect to `lock_released` only if releases are recorded, because receivers cost time."""
     if setting == "DISTLOCK_HISTORY":
         lock_released.disconnect(dispatch_uid=_UID)
         if getattr(settings, setting, 0):
@@ -103,20 +103,20 @@ def _follow_setting(*, setting: str = "DISTLOCK_HISTORY", **_: Any) -> None:
 
 
 def _note_release(*, held_for: float, waited: float, released: bool, **facts: Any) -> None:
-    # What was lost, or could not be released, is told by another event, or ends by its ttl.
+    # A lost lease has another event; a lease that could not be released expires.
     if released and random.random() < conf.history():  # noqa: S311 - a sample
         details = {"held_for": round(held_for, 3), "waited": round(waited, 3)}
         _note(LockEvent.Kind.RELEASED, details, **facts)
 
 
 def note_takeover(*, previous: Holder | None = None, **facts: Any) -> None:
-    """Keep that a lease was taken over."""
+    """Record that a lease was taken over."""
     details = {"previous": _told(previous)}
     _note(LockEvent.Kind.TAKEN_OVER, details, **facts)
 
 
 def note_loss(*, held_for: float | None = None, **facts: Any) -> None:
-    """Keep that a lease was lost."""
+    """Record that a lease was lost."""
     _note(LockEvent.Kind.LOST, {"held_for": held_for}, **facts)
 
 
@@ -147,7 +147,7 @@ def _note(
     **more: Any,
 ) -> None:
     if not sender.distributed:
-        return  # In memory: a test, or a developer's machine.
+        return  # Locks in memory are for tests and development.
     using = ""
     try:
         event = LockEvent(
@@ -162,8 +162,8 @@ def _note(
         )
         using = router.db_for_write(LockEvent)
         if in_test_case(connections[using]):
-            # Here the test sees it, and with all else it is rolled back: at once where a write was
-            # refused, after which nothing can be written.
+            # Written in the transaction of the test, where it is seen and rolled back. After a
+            # failed statement, nothing can be written there any more.
             if not connections[using].needs_rollback:
                 with transaction.atomic(using=using):
                     event.save(using=using)
@@ -175,7 +175,7 @@ def _note(
 
 
 def _waits_for_the_writer(using: str, event: LockEvent) -> bool:
-    """Let an event wait for the end of this thread's transaction, where no other one can write."""
+    """On SQLite, defer an event until this thread's transaction, the only writer, has ended."""
     if connections[using].vendor != "sqlite":
         return False
 
@@ -187,7 +187,7 @@ def _waits_for_the_writer(using: str, event: LockEvent) -> bool:
 
 
 def _told(holder: Holder | None) -> dict[str, Any]:
-    """Return what every database can keep of a holder: somebody may have spoiled its metadata."""
+    """Return a holder as JSON that every database accepts: its metadata may be spoiled."""
     if holder is None:
         return {}
     try:
@@ -198,12 +198,12 @@ def _told(holder: Holder | None) -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """Return what every database can keep of an error's text."""
+    """Return a text as every database accepts it."""
     return text.encode("utf-8", "replace").decode().replace("\0", "")
 
 
 class _Waiting(NamedTuple):
-    """An event that waits, with the alias and the name of its database."""
+    """An event to write, with the alias and the name of its database."""
 
     using: str
     name: object
@@ -211,41 +211,42 @@ class _Waiting(NamedTuple):
 
 
 class _Writer:
-    """Writes events in a thread that lives while there are any."""
+    """Writes events in a thread that runs while there are any."""
 
     def __init__(self) -> None:
         self._told = False
         self.dropped = 0
-        # The process whose end waits for what is written.
+        # The process whose exit calls `finish`.
         self._process = 0
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, in a forked child: what waits is written by its parent."""
+        """Start empty in a forked child: the parent writes the waiting events."""
         self._pid = os.getpid()
-        # Reentrant, because a signal's handler may interrupt its holder, and lose a lease.
+        # Reentrant, because a signal's handler may interrupt its holder, and cause another event.
         self._mutex = threading.RLock()
         self._waiting: deque[_Waiting] = deque()
         self._is_running = False
         self._is_full = False
         self._idle = Bell()
         self._idle.ring()
-        #: Rung by what does not wait for others.
+        #: Rung by events that are not collected.
         self._now = Bell()
 
     def put(self, using: str, event: LockEvent) -> None:
-        """Let an event be written, unless too many are waiting: of releases half as many."""
+        """Add an event, unless too many are waiting; half as many for releases."""
         if self._pid != os.getpid():
             self.forget()
         if self._process != os.getpid():
             self._process = os.getpid()
             if multiprocessing.parent_process() is not None:
-                # Its forks forget what `atexit` knows. Behind the release of all leases.
+                # Forks by `multiprocessing` run no `atexit` functions. This runs after the release
+                # of all leases.
                 Finalize(None, finish, exitpriority=-1)
         waiting = _Waiting(using, _name(using), event)
         with self._mutex:
             if not self._waiting:
-                self._now.clear()  # Rung when there was nothing to write.
+                self._now.clear()  # It may have been rung when there was nothing to write.
             if event.kind != LockEvent.Kind.RELEASED:
                 self._now.ring()
             elif len(self._waiting) >= MAX_WAITING // 2:
@@ -266,22 +267,22 @@ class _Writer:
                 self._start()
 
     def finish(self, seconds: float) -> bool:
-        """Wait until there is nothing to write, and return whether that is so."""
+        """Wait until nothing is left to write, and return whether that is so."""
         if self._pid != os.getpid():
             return True
         self._now.ring()
         with self._mutex:
             is_stuck = bool(self._waiting) and not self._is_running
         if is_stuck:
-            # At the end of the interpreter, Python 3.12 starts no thread any more.
+            # At the exit of the interpreter, Python 3.12 starts no threads any more.
             self._run(MAX_BOUND)
         self._idle.wait(seconds)
         return self._idle.is_rung
 
     def tell(self, using: str, error: Exception) -> None:
-        """Say that events are not kept: once, until they are again.
+        """Warn once that events cannot be stored, until that works again.
 
-        A project without databases, whose locks are elsewhere, is not bothered at all.
+        In a project without databases, this is logged for debugging only.
         """
         quietly = self._told or isinstance(error, ImproperlyConfigured)
         self._told = True
@@ -297,7 +298,7 @@ class _Writer:
         try:
             start_thread(threading.Thread(target=self._run, name="distlock-events", daemon=True))
         except RuntimeError:
-            return  # No more threads now, or ever: `finish` writes what waits.
+            return  # No thread can be started: `finish` writes the events.
         self._is_running = True
         self._idle.clear()
 
@@ -311,7 +312,7 @@ class _Writer:
                 self._write(using, [each for each in batch if each.using == using], bound)
 
     def _take(self) -> list[_Waiting]:
-        """Return all that waits; nothing, when the thread is to end."""
+        """Return all waiting events; if there are none, the thread ends."""
         with self._mutex:
             batch = list(self._waiting)
             self._waiting.clear()
@@ -322,12 +323,12 @@ class _Writer:
             return batch
 
     def _write(self, using: str, events: list[_Waiting], bound: float | None) -> None:
-        """Write events to a database, and wait for locks of others so many seconds at most."""
+        """Write events to a database; `bound`: the seconds to wait for locks of others."""
         try:
             try:
                 with nullcontext() if bound is None else vendors.of(using).short_transaction(bound):
                     connections[using].ensure_connection()
-                    # A test run that has ended gives the alias back to the project's database.
+                    # After a test run, its alias stands for the project's database again.
                     ours = [each.event for each in events if each.name == _name(using)]
                     refused = list(_refused(using, ours))
             finally:
@@ -341,7 +342,7 @@ class _Writer:
 
 
 def _refused(using: str, events: list[LockEvent]) -> Iterator[Exception]:
-    """Write events; give the errors of those that the database refuses: others are written."""
+    """Write events, and yield the errors of those that the database refuses."""
     try:
         with transaction.atomic(using=using):
             LockEvent.objects.using(using).bulk_create(events, batch_size=BATCH)
@@ -355,7 +356,7 @@ def _refused(using: str, events: list[LockEvent]) -> Iterator[Exception]:
 
 
 def _name(using: str) -> object:
-    """Return which database an alias stands for now."""
+    """Return the name of the database that an alias stands for now."""
     return connections[using].settings_dict["NAME"]
 
 

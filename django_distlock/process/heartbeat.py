@@ -1,4 +1,4 @@
-"""The heartbeat: extends the leases of a process, all of a backend in one round trip."""
+"""The heartbeat: renews the leases of a process, all of a backend in one round trip."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from . import deferred_release
 
 logger = logging.getLogger("django_distlock")
 
-#: Leases in one round trip.
+#: How many leases one round trip renews at most.
 MANY = 1000
-#: Seconds for which it is told that a beat was late: a scrape comes now and then.
+#: Seconds for which a late beat is reported, because metrics are scraped only now and then.
 LAG_SECONDS = 60.0
 
-#: What a renewal led to.
+#: The outcome of a renewal.
 Answer = Grant | Unknown | LockError | None
 
 
 class Renewed(Protocol):
-    """What a lease has to have to be renewed."""
+    """The interface of a lease that can be renewed."""
 
     renewing: Renewing
 
     def begin_renewal(self) -> Grant | None:
-        """Return what to extend, and for how long; None: not now. Keeps others off the lease."""
+        """Take the mutex of the lease, and return what to extend; None: not now."""
 
     def end_renewal(self, sent_at: float, answer: Answer) -> None:
-        """Take the answer to what `begin_renewal` returned."""
+        """Process the answer, and give the mutex back."""
 
 
 class Heartbeat(TimerThread[Renewed]):
-    """Renews the leases of one backend in a thread of its own, while there are any."""
+    """Renews the leases of one backend, in a thread that runs while there are any."""
 
     def __init__(self, backend: BaseLockBackend):
-        # Not the backend itself, which is the key under which this object is kept.
+        # A weak reference, because the backend is the weak key of this object in `every`.
         self._backend = weakref.ref(backend)
         self._lag = self._lag_since = 0.0
         name = f"distlock-heartbeat-{backend.alias}"
@@ -52,7 +52,7 @@ class Heartbeat(TimerThread[Renewed]):
 
     @property
     def lag(self) -> float:
-        """Seconds by which the next beat is late by now, or one of the last minute was."""
+        """The seconds by which the next beat is late, or the latest one of the last minute was."""
         now = self._clock()
         due = min((each.renewing.due_at for each in self.all()), default=now)
         was = self._lag if now - self._lag_since < LAG_SECONDS else 0.0
@@ -63,11 +63,11 @@ class Heartbeat(TimerThread[Renewed]):
             self._lag, self._lag_since = now - due, now
 
     def beat(self, *, early: bool = False) -> None:
-        """Renew what is due, in this thread.
+        """Renew the leases that are due, in this thread.
 
         Args:
-            early: Also what is due within half of its interval, so that leases that were taken one
-                after the other come to share a round trip.
+            early: Also those due within half of their interval, so that leases acquired one after
+                the other come to share a round trip.
         """
         now = self._clock()
         due = [lease for lease in self.all() if lease.renewing.is_due(now, early=early)]
@@ -75,7 +75,7 @@ class Heartbeat(TimerThread[Renewed]):
             self.renew(due[start : start + MANY])
 
     def renew(self, leases: Sequence[Renewed]) -> None:
-        """Renew leases by one call of the store, whether they are due or not."""
+        """Renew leases by one request, whether they are due or not."""
         backend = self._backend()
         taken: list[tuple[Renewed, Grant]] = []
         sent_at = self._clock()
@@ -113,7 +113,7 @@ class Heartbeat(TimerThread[Renewed]):
             deferred_release.sweep()
             self.beat(early=True)
         except Exception:
-            # Whatever it was, the other leases need their next beat.
+            # The other leases need their next beat, whatever went wrong.
             extra = log_fields("heartbeat_failed", backend=getattr(self._backend(), "alias", None))
             logger.exception("A heartbeat failed", extra=extra)
 
@@ -139,9 +139,9 @@ every: weakref.WeakKeyDictionary[BaseLockBackend, Heartbeat] = weakref.WeakKeyDi
 
 def heartbeat_of(backend: BaseLockBackend) -> Heartbeat:
     """Return the heartbeat of a backend's leases in this process."""
-    # Two threads may make one each; one of them is kept.
+    # If two threads create one at the same time, only one of them is kept.
     return every.get(backend) or every.setdefault(backend, Heartbeat(backend))
 
 
-# The leases are the parent's, and so are the threads.
+# The leases and the threads are the parent's.
 in_child(every.clear)

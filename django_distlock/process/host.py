@@ -1,4 +1,4 @@
-"""What this process knows about itself, and about others: identities, who is gone."""
+"""The identity of this process as a holder, and whether other holders' processes are gone."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..core.threads import in_child
 
 
 def current_holder(metadata: Mapping[str, Any] | None = None) -> Holder:
-    """Return the identity under which this thread takes a lock."""
-    # By number, because not everybody who forks tells Python of it: uWSGI does not.
+    """Return the identity under which this thread acquires locks."""
+    # The pid is asked for each time, because some programs fork without telling Python: uWSGI.
     holder = _this_thread(os.getpid(), threading.current_thread().name)
     return replace(holder, metadata=dict(metadata)) if metadata else holder
 
@@ -79,17 +79,17 @@ def _forget(*, setting: str, **_: Any) -> None:
 
 
 setting_changed.connect(_forget, dispatch_uid="django_distlock.process.host")
-# A forked child is another process, also where it got the number of one that was here before.
+# A forked child is another process, even if it has the pid of an earlier one.
 in_child(_this_thread.cache_clear)
 
 
 def _plain(text: str) -> str:
-    """Return what every store can keep of a name that the system or the program gave."""
+    """Return a name of the system or the program as every store can keep it."""
     return text.encode("utf-8", "replace").decode().replace("\0", "")[:MAX_TEXT]
 
 
 def _process_name() -> str:
-    """Return the program's name, and behind it the worker's, which a restarted one keeps."""
+    """Return the program's name, and that of a worker, which it keeps after a restart."""
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
     if program in ("manage.py", "django-admin") and len(sys.argv) > 1:
         program = f"{program} {sys.argv[1]}"
@@ -98,9 +98,9 @@ def _process_name() -> str:
 
 
 def _boot_id() -> str:
-    """Return what tells this start of the kernel, and this PID namespace in it, from others.
+    """Return an id of this boot of the kernel and this PID namespace.
 
-    The namespace, because containers may share host and kernel and count processes for themselves.
+    Containers may share a host and a kernel, but have PID namespaces of their own.
     """
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -110,19 +110,19 @@ def _boot_id() -> str:
 
 
 def _names_a_host(holder: Holder) -> bool:
-    # What machines are called that nobody gave a name, each of them.
+    # Many machines have these names by default.
     return holder.host not in ("", "localhost", "localhost.localdomain")
 
 
 def _is_pid(value: object) -> bool:
-    """Whether a number may be asked about. 0 and negative ones would mean groups of processes."""
+    """Whether a value is a pid. 0 and negative numbers would mean process groups."""
     return isinstance(value, int) and 0 < value < 2**31
 
 
 def _exists(pid: int) -> bool | None:
-    """Whether there is a process of this number, whoever may see it; None: unknown."""
+    """Whether a process with this pid exists, of whatever user; None: unknown."""
     if sys.platform == "win32":
-        return None  # There, signal 0 is no question but Ctrl-C.
+        return None  # On Windows, signal 0 is Ctrl-C.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -133,25 +133,25 @@ def _exists(pid: int) -> bool | None:
 
 
 def _has_ended(pid: int, started_at: float | None) -> bool:
-    """Whether a process of this PID namespace is dead; False where that cannot be seen."""
+    """Whether a process of this PID namespace is dead; False if that is unknown."""
     if _exists(pid) is False:
         return True
     seen = _look_at(pid) if _proc_is_ours() else None
     if seen is None:
         return False
     if _differ(seen.started_at, started_at):
-        return True  # The number was given out again.
-    # The first thread may end before the others, and is a zombie from then on.
+        return True  # The pid was reused.
+    # If the first thread ends before the others, the process looks like a zombie.
     return seen.state in b"ZXx" and seen.threads <= 1
 
 
 def _differ(one: float | None, other: float | None) -> bool:
-    """Whether both times are known, and not the same: ticks are 10 ms, and stores may round."""
+    """Whether both times are known and differ by more than rounding. A tick has 10 ms."""
     return one is not None and other is not None and abs(one - other) > 0.001
 
 
 class _Seen(NamedTuple):
-    """What /proc says of a process."""
+    """What /proc says about a process."""
 
     state: bytes
     threads: int
@@ -159,9 +159,9 @@ class _Seen(NamedTuple):
 
 
 def _look_at(pid: int | str) -> _Seen | None:
-    """Return what /proc says of a process; None: nothing, as on other systems than Linux."""
+    """Return what /proc says about a process; None: nothing, or there is no /proc."""
     try:
-        # The name in parentheses may contain anything; fields are counted behind it.
+        # The name in parentheses may contain anything, so fields are counted after it.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         started_at = int(fields[19]) / os.sysconf("SC_CLK_TCK") if _shares_clocks() else None
         return _Seen(fields[0], int(fields[17]), started_at)
@@ -170,26 +170,26 @@ def _look_at(pid: int | str) -> _Seen | None:
 
 
 def _shares_clocks() -> bool:
-    """Whether times since the boot are what they are elsewhere on this machine."""
+    """Whether times since the boot are the same as elsewhere on this machine."""
     try:
         return Path("/proc/self/ns/time").stat().st_ino == _FIRST_TIME_NAMESPACE
     except OSError:
-        return True  # A kernel without such namespaces.
+        return True  # A kernel without time namespaces.
 
 
-#: The kernel's own number for it (`TIME_NS_INIT_INO`).
+#: The kernel's inode number of the first time namespace (`TIME_NS_INIT_INO`).
 _FIRST_TIME_NAMESPACE = 0xEFFFFFFA
 
 
 def _proc_is_ours() -> bool:
-    """Whether /proc and `os.kill` mean the same process by a number.
+    """Whether a pid means the same process in /proc and for `os.kill`.
 
-    It may show the PID namespace of a parent, where a container has the host's /proc.
+    In a container with the host's /proc, that shows the PID namespace of the host.
     """
     try:
         status = Path("/proc/self/status").read_bytes()
     except OSError:
         return False
-    # Our numbers in the namespace of /proc and in those below, down to our own.
+    # The pids of this process in the namespace of /proc, and in each one below down to its own.
     numbers = status.partition(b"\nNSpid:")[2].partition(b"\n")[0]
     return len(numbers.split()) == 1

@@ -1,4 +1,4 @@
-"""Which keys the open transactions of this process have locked."""
+"""The keys that the open transactions of this process have locked."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from ..database.connections import in_transaction
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Keys that a transaction has locked in a place of the code. Django drops it with the locks."""
+    """Keys that one call has locked in a transaction: a hook that Django drops at the rollback."""
 
     backend: str
     keys: Mapping[str, bool]
     site: str
 
     def __call__(self) -> None:
-        """Do nothing at the commit: the database frees the keys."""
+        """Do nothing at the commit: the database unlocks the keys."""
 
 
 def keep(connection: BaseDatabaseWrapper, kept: Kept, *, with_savepoints: bool) -> None:
-    """Note what the transaction of a connection has locked, until its end.
+    """Note which keys the transaction of a connection has locked, until it ends.
 
     Args:
-        with_savepoints: Or until a savepoint is rolled back that is open now: that frees the keys,
-            too.
+        with_savepoints: Whether a rollback to an earlier savepoint unlocks them, too.
 
-    A `TestCase`'s transaction is never told of as one: its tests count the hooks of commits.
+    Not in the transaction of a `TestCase`, whose tests may count the hooks.
     """
     if in_transaction(connection):
-        # As `on_commit` does it: Django takes away what belongs to a savepoint that is rolled back.
+        # Like `on_commit`: Django drops the hooks of a savepoint that is rolled back.
         hooks: list[Any] = connection.run_on_commit
         hooks.append((set(connection.savepoint_ids) if with_savepoints else set(), kept, False))
 
@@ -44,7 +43,7 @@ def keeps(connection: BaseDatabaseWrapper, backend: str, key: str) -> bool:
 
 
 def kept_by(connection: BaseDatabaseWrapper) -> Iterator[Kept]:
-    """Return what the transaction of a connection has locked, in the order of the calls."""
+    """Return the keys that the transaction of a connection has locked, in the calls' order."""
     for _savepoints, hook, *_ in list(connection.run_on_commit):
         if isinstance(hook, Kept):
             yield hook

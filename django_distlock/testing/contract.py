@@ -392,7 +392,7 @@ class BackendContract:
 
     @_has_ttl
     def test_store_says_when_the_key_is_free(self, backend: BaseLockBackend, key: str) -> None:
-        """`free_at` is a second behind `expires_at`; without a ttl, extend gives the same again."""
+        """`free_at` is a second after `expires_at`; without a ttl, extend gives the same again."""
         grant = take(backend, key, 7)
         for ttl, expected in ((None, 7), (3, 3), (None, 3)):
             record = held(backend, key)
@@ -405,7 +405,7 @@ class BackendContract:
     def test_holder_is_honoured_in_the_grace(
         self, backend: BaseLockBackend, elapse: Elapse, key: str
     ) -> None:
-        """In the second behind `expires_at` it may extend and release, and nobody is granted."""
+        """In the second after `expires_at` it may extend and release, and nobody is granted."""
         grant = take(backend, key, 0.5)
         for _ in range(2):
             elapse(0.7)
@@ -545,7 +545,7 @@ class BackendContract:
     # Fences
 
     def test_fences_grow_over_releases(self, backend: BaseLockBackend, key: str) -> None:
-        """Each grant behind a release has a higher fence, as a number and as text of 15 digits."""
+        """Each grant after a release has a higher fence, as a number and as text of 15 digits."""
         fences = []
         for _ in range(11):
             grant = take(backend, key)

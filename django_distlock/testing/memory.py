@@ -1,4 +1,4 @@
-"""Locks of a test, kept in memory, and forgotten behind it."""
+"""Locks of a test, kept in memory, and forgotten after it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def memory_locks(
     """Keep locks in memory: for a block, a function, or each test of a class.
 
     Each alias of `DISTLOCK` becomes a memory backend that knows of nothing yet. What it says about
-    keys, ttl and waiting stays as it is. Behind the block, or the test, all of it is gone, and the
+    keys, ttl and waiting stays as it is. After the block, or the test, all of it is gone, and the
     backends from before are back.
 
         with memory_locks(WAIT=0) as locks: ...
@@ -156,7 +156,7 @@ class MemoryLocks:
 
 @contextmanager
 def _in_memory(timeline: Timeline, settings: dict[str, Any]) -> Iterator[None]:
-    """Let memory backends be what is configured, and put back behind it what was there before."""
+    """Let memory backends be what is configured, and put back after it what was there before."""
     from django.test.utils import override_settings
 
     configured = getattr(django_settings, "DISTLOCK", DEFAULT_BACKENDS)

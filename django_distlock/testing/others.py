@@ -73,7 +73,7 @@ def hold(
 
 
 def steal(lease: Lease, *, ttl: Duration | None = None, holder: Holder | None = None) -> Lease:
-    """Let somebody else have got the key, as behind a pause; its holder has not noticed.
+    """Let somebody else have got the key, as after a pause; its holder has not noticed.
 
     The store knows the new holder alone, with a higher fence. The old one believes in its lease
     until its deadline has passed, or its next renewal is refused.
@@ -170,7 +170,7 @@ def assert_locked(key: str, *, backend: str = "default") -> None:
 
 
 def assert_not_locked(key: str, *, backend: str = "default") -> None:
-    """Fail if somebody holds the key now, or if it is kept behind its holder.
+    """Fail if somebody holds the key now, or if it is kept after its holder.
 
     Raises:
         AssertionError: Somebody does; the message says who, and since when.

@@ -28,7 +28,7 @@ def telling_here() -> Iterator[Teller]:
     """Let callbacks and receivers that are told of a loss be called in this thread.
 
     In a thread of its own they would see nothing of the transaction of a `TestCase`, and leave
-    behind what they write. In the thread of an event loop they would be asked to await: there they
+    after what they write. In the thread of an event loop they would be asked to await: there they
     are called apart as always, and waited for.
 
     Raises:
@@ -57,7 +57,7 @@ class Teller:
         self._is_closed = False
 
     def __call__(self, work: Work) -> None:
-        """Tell now, or let the thread do it that has to; behind its end, as always."""
+        """Tell now, or let the thread do it that has to; after its end, as always."""
         if threading.get_ident() == self._here:
             _tell(work)
             return

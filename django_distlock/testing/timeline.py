@@ -52,7 +52,7 @@ def simulate_pause(
 ) -> Lease | None:
     """Let this process have stood still for longer than its lease lived. It goes on now.
 
-    As behind a SIGSTOP, a suspended machine or a long collection of garbage: nothing was renewed
+    As after a SIGSTOP, a suspended machine or a long collection of garbage: nothing was renewed
     meanwhile, the key is free, `lease.is_lost` is True, and who is to be called back, has been. The
     code that runs goes on where it was, and knows only if it asks.
 

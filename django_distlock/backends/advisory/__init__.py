@@ -1,4 +1,4 @@
-"""Locks that PostgreSQL keeps for as long as a session lasts."""
+"""Session locks: PostgreSQL keeps each one until its session ends."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from .views import SessionViews, table_names
 
 
 class AdvisoryBackend(SessionViews, BaseLockBackend):
-    """Hold each lock by a PostgreSQL session of its own, and count fences in the table.
+    """Holds each lock by a PostgreSQL session of its own, and counts fences in the table.
 
-    The server frees a lock when its session ends: at once when the process dies, within half a
-    minute when its host vanishes. No lease ends by its ttl, which only tells a holder without
-    answers when to stop: who never releases keeps the key for as long as the process lives. A
-    session that is cut off loses its lock, and `check()` sees it without a query.
+    The server frees a lock when its session ends: at once if the process dies, within half a minute
+    if its host vanishes. Leases do not expire. The ttl only says when a holder that gets no answers
+    must stop; without a release, the key stays taken while the process lives. If the server ends a
+    session, its lock is lost, and `check()` sees that without a query.
 
-    Each lock that is held is a connection to the server itself: a pooler in between is refused,
-    also one that pools sessions. Fences always follow the clock. A lease belongs to the process
-    that took it; in every other one its token means nothing.
+    Each held lock needs a connection to the server itself; poolers are refused, even in session
+    mode. Fences always follow the clock. A lease belongs to the process that acquired it; other
+    processes cannot use its token.
 
     Args:
         using: The alias of the database; None: `default`, which no router may contradict.
@@ -68,7 +68,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
             raise InvalidLockBackend(
                 f"{where}: max_connections must be an int of at least 1, not {limit!r}."
             )
-        # Sessions see what is committed, so nothing may stay in the transaction of a TestCase.
+        # Sessions see only committed rows, so nothing may stay in the transaction of a TestCase.
         vendor = self._use_database(using, apart=True)
         if vendor != "postgresql":
             raise InvalidLockBackend(
@@ -90,10 +90,10 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         return self._attempt(attempt) if answer is None else answer
 
     def _attempt(self, attempt: Attempt) -> Grant | Contended:
-        """Try once on a session that holds nothing."""
+        """Make one attempt on a session that holds nothing."""
         session = self._taken(attempt.key)
         if session is None:
-            # Nothing can be prepared while the table is locked, but who holds the key is told.
+            # No statement can be prepared while the table is locked, but a read finds the holder.
             busy = self._busy(attempt.name)
             return replace(busy, busy=busy.fence is None)
         try:
@@ -103,7 +103,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
             self._sessions.put_back(session)
             raise
         except BaseException:
-            # Interrupted, it may hold the lock.
+            # After an interruption, the session may hold the lock.
             session.close()
             raise
         if not session.holds:
@@ -111,14 +111,14 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         return answer
 
     def _hand_over(self, held: Holding, attempt: Attempt) -> Grant | Contended | None:
-        """Grant a key with the session that holds it; None: that one is gone."""
+        """Grant a key to the session that already holds it; None: that session has ended."""
         session = held.session
         with session.mutex:
             if session.closed or self._holdings.of_token(held.record.token) is not held:
                 return None
             try:
                 session.catch_up(budgets.end(MAX_BOUND))
-                # The same holder is still to stop.
+                # A request to stop stays with the same holder.
                 is_same = held.record.holder == attempt.holder
                 turn, paused, fence, now, number, _ = self._ask_for(
                     session, "distlock_hand_over", attempt, keeps_stop=is_same
@@ -150,7 +150,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
             if fence is not None:
                 return self._granted(session, attempt, number, int(fence), instant(now))
             if turn == "t":
-                # Paused since the statement began.
+                # The key was paused after the statement began.
                 session.ask("distlock_release", number)
                 return Contended(observed_at=instant(now), paused=True)
             mine = self._holdings.of_name(attempt.name)
@@ -163,7 +163,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
             if session.closed or not (is_busy(error) or is_overflow(error)):
                 session.close()
                 raise self._refused(error, attempt.key) from error
-            # What was locked stays locked, though the statement failed.
+            # A failed statement does not unlock what it has locked.
             contended = self._undo(session, attempt)
             if is_overflow(error):
                 raise self._refused(error, attempt.key) from error
@@ -183,7 +183,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         at = granted_at(fence, now)
         record = replace(attempt.record(fence, at), expires_at=None, free_at=None)
         if not self._holdings.add(Holding(attempt.name, int(str(number)), session, record)):
-            # Another thread was granted another key for this token meanwhile.
+            # Meanwhile another thread was granted another key with this token.
             session.close()
             raise InvalidArgument("This token already holds another key.", key=attempt.key)
         self._sessions.keep_lock(session)
@@ -191,11 +191,11 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         return attempt.grant(fence, at, None)
 
     def _undo(self, session: Session, attempt: Attempt) -> Contended:
-        """Give back what a failed attempt may have locked, and say who was in its way."""
+        """Unlock what a failed attempt may have locked, and return who was in its way."""
         try:
             if session.ask("distlock_undo", attempt.name)[0] == "t":
                 return Contended(busy=True)
-            # The whole table was locked: this attempt never had its turn.
+            # The whole table was locked, so this attempt decided nothing.
             lost = self._lost(session, attempt)
         except (NoAnswer, Error):
             session.close()
@@ -221,7 +221,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         return self._extended(holding, grant, ttl, pong)
 
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
-        # Each session is a connection of its own, so there is no one round trip to all of them.
+        # Each session is a connection of its own, so there cannot be one round trip for all.
         found = [self._holdings.of_token(grant.token, name) for name, grant in named]
         known = {holding for holding in found if holding is not None}
         pongs = ping_many(known, budgets.end(MAX_BOUND))
@@ -252,7 +252,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
             if self._holdings.of_token(grant.token, name) is not holding:
                 return False
             try:
-                # Forgotten behind it: interrupted before, it is released once more.
+                # Forgotten after it, so that after an interruption it is released once more.
                 freed = not session.closed and self._unlock(holding)
             except NoAnswer as error:
                 self._forget(holding)
@@ -270,7 +270,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
             session.catch_up(budgets.end(MAX_BOUND))
             return session.ask("distlock_release", holding.number)[0] == "t"
         except Error:
-            # Cut off, it held nothing any more; alive, it frees the key by its end.
+            # If the session had ended, it held nothing; if not, closing it frees the key.
             was_cut_off = session.closed
             session.close()
             return not was_cut_off
@@ -284,7 +284,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         return self._holdings.of_token(grant.token) is holding
 
     def most_sessions(self) -> int:
-        """Open a session, and return how many the server takes from everybody together."""
+        """Open a session, and return the number of sessions that the server allows in total."""
         session = self._taken(None)
         if session is not None:
             self._sessions.put_back(session)
@@ -295,13 +295,13 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         return int(self._ask(lambda on: rows_of(on, most))[0][0])
 
     def _cleanup(self, before: datetime, limit: int) -> int:
-        # No record outlives its lock: beside notes, what goes is what ended sessions have left.
-        # It has no arguments, for which names of tables have their signs doubled.
+        # Records do not outlive their locks. Besides notes, only rows of ended sessions are left.
+        # Table names have their percent signs doubled, for statements with arguments.
         self._ask(lambda on: rows_of(on, self._statements.forget_ended() % ()), busy=list)
         return self._remove_notes(before, limit)
 
     def _counts(self) -> Counts:
-        # What is held is in no table.
+        # Held locks are in no table.
         return replace(count_rows(self, locks=False), held=super()._counts().held)
 
     def _begin_in_child(self) -> None:
@@ -312,7 +312,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
     # Trouble
 
     def _taken(self, key: str | None) -> Session | None:
-        """Return a session that holds nothing; None: somebody's lock keeps it from being opened."""
+        """Return a session that holds nothing; None: a lock in the server keeps it from opening."""
         try:
             return self._sessions.take()
         except AllInUse as error:

@@ -1,4 +1,4 @@
-"""The leases that a process holds by sessions of its own."""
+"""The leases that this process holds by its sessions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ...database.vendors.postgresql import is_busy
 from .session import NoAnswer, Row, Session
 from .sql import instant
 
-#: What a session answers about its lease: the time, and since when the holder is asked to stop.
+#: The answer about a lease: the server's time, and when a stop was requested.
 Pong: TypeAlias = tuple[datetime, datetime | None] | Unknown | Error | None
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """A lease: its session, the number of its advisory lock, and what this process knows of it."""
+    """A lease: its session, the number of its advisory lock, and its record."""
 
     name: str
     number: int
@@ -31,10 +31,10 @@ class Holding:
     record: Record
 
     def is_cut_off(self) -> bool:
-        """Whether the server has ended the session, as far as it has said so."""
+        """Whether the server has ended the session and said so."""
         session = self.session
-        # Whoever uses the session right now sees it too. Not acquired without waiting: a signal's
-        # exception could come between that and its release.
+        # If another thread uses the session, that one will see it. The mutex is only looked at,
+        # because a signal's exception could come between acquiring and releasing it.
         if session.closed or session.mutex.locked():
             return session.closed
         with session.mutex:
@@ -48,29 +48,29 @@ class Holdings:
         self.forget()
 
     def forget(self) -> None:
-        """Hold nothing. In a forked child too: its parent's leases are held by its parent."""
+        """Start empty. Also called in a forked child, because the leases are the parent's."""
         self._mutex = threading.Lock()
         self._by_token: dict[str, Holding] = {}
         self._by_name: dict[str, Holding] = {}
 
     def of_token(self, token: str, name: str | None = None) -> Holding | None:
-        """Return what a token holds, if it is this key."""
+        """Return the lease of a token, if it is on this key (None: any)."""
         holding = self._by_token.get(token)
         return holding if holding is not None and name in (None, holding.name) else None
 
     def of_name(self, name: str) -> Holding | None:
-        """Return the lease on a key, if this process has one."""
+        """Return the lease on a key, if this process holds one."""
         return self._by_name.get(name)
 
     def of_session(self, name: str, pid: int) -> Holding | None:
-        """Return the lease on a key if the server's session `pid` is one of ours."""
+        """Return the lease on a key if the session `pid` of the server is this process's."""
         holding = self._by_name.get(name)
         if holding is None or holding.session.closed or holding.session.pid != pid:
             return None
         return holding
 
     def add(self, holding: Holding) -> bool:
-        """Take a lease in; False: its token holds another key."""
+        """Add a lease; False: its token holds another key."""
         with self._mutex:
             before = self._by_token.get(holding.record.token)
             if before is not None and before.name != holding.name and not before.session.closed:
@@ -87,10 +87,7 @@ class Holdings:
                     del self._by_name[holding.name]
 
     def change(self, holding: Holding, **facts: Any) -> Record:
-        """Change what is known about a lease; return its record.
-
-        A request to stop keeps its first time.
-        """
+        """Change the record of a lease, and return it; a request to stop keeps its first time."""
         with self._mutex:
             if holding.record.stop_requested_at is not None:
                 facts.pop("stop_requested_at", None)
@@ -101,29 +98,29 @@ class Holdings:
 def ping(holding: Holding, until: float) -> Pong:
     """Ask the session of a lease whether it still holds it: see `ping_many`.
 
-    Called by the holder, in whose thread a signal may raise between any two steps. `with` unlocks
-    the mutex even then. An acquire with a time limit may leave it locked, and the release of the
-    lease would wait for it for ever. No other thread keeps it for longer than its own time limit.
+    This runs in the holder's thread, where a signal's handler may raise between any two steps.
+    `with` unlocks the mutex even then; `acquire(timeout=…)` could leave it locked, and a release
+    would block for ever. Other threads keep the mutex no longer than their own time limits.
     """
     with holding.session.mutex:
         return _hear(holding, until, sent=_send(holding))
 
 
 def ping_many(holdings: Collection[Holding], until: float) -> dict[Holding, Pong]:
-    """Ask the sessions of leases whether they still hold them: first all, then hear all.
+    """Ask the sessions of leases whether they still hold them: send all, then receive all.
 
-    Called in the thread of a heartbeat, in which no handler of a signal runs.
+    This runs in the heartbeat's thread, where no signal's handler runs.
 
     Args:
         until: When to stop waiting, by `time.monotonic`.
 
     Returns:
-        For each, see `Pong`; None: it is gone; `UNKNOWN`: no answer yet; or an error.
+        The answer for each; None: the lease is gone; `UNKNOWN`: no answer yet; or an error.
     """
     pongs: dict[Holding, Pong] = dict.fromkeys(holdings, UNKNOWN)
     sent: dict[Holding, bool] = {}
     with ExitStack() as stack:
-        # In one order, so that no two of these wait for each other.
+        # All callers use the same order, so that they never deadlock.
         for each in sorted(holdings, key=lambda holding: holding.session.pid):
             if each.session.mutex.acquire(timeout=max(0.0, until - time.monotonic())):
                 stack.callback(each.session.mutex.release)
@@ -134,7 +131,7 @@ def ping_many(holdings: Collection[Holding], until: float) -> dict[Holding, Pong
 
 
 def _send(holding: Holding) -> bool:
-    """Send the question, unless an earlier one has no answer yet; return whether it was sent."""
+    """Send the request unless an earlier one has no answer yet; return whether it was sent."""
     if holding.session.awaits:
         return False
     with suppress(Error, NoAnswer):
@@ -147,7 +144,7 @@ def _hear(holding: Holding, until: float, *, sent: bool) -> Pong:
     session = holding.session
     try:
         if not sent:
-            # An earlier answer was late: it says nothing about now.
+            # The late answer to an earlier request says nothing about now.
             session.catch_up(until)
             session.send("distlock_look", holding.number, holding.record.fence)
         now, holds, stop = _answer(holding, until)
@@ -168,6 +165,6 @@ def _answer(holding: Holding, until: float) -> Row:
     except Error as error:
         if session.closed or not is_busy(error):
             raise
-        # Somebody has the table locked, which is no reason to lose a lock that needs none.
+        # The table is locked. The lock itself does not need it, so it is not lost.
         session.send("distlock_ping", holding.number)
         return session.receive(until)

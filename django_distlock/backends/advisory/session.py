@@ -1,7 +1,7 @@
 """A session of a PostgreSQL server, which holds one advisory lock at most.
 
-The protocol is spoken through `psycopg.pq`: an answer can be waited for with an end, several
-sessions can be asked side by side, and what the server says unasked is seen without a query.
+It uses `psycopg.pq`, which can wait for an answer with a time limit, ask several sessions at the
+same time, and see without a query that the server has ended a session.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ...database.connections import (
     own_connection,
 )
 
-#: Seconds to wait for an answer that the server does not put off: then it is not there.
+#: Seconds to wait for an answer to a statement that waits for nothing in the server.
 ANSWER_SECONDS = 5.0
 
-#: Milliseconds that a statement waits for somebody else's lock. A guard may hold a fence for as
-#: long as a transaction, so all that is waited for is what others change in passing.
+#: Milliseconds that a statement waits for another lock. Short, because a guard may keep a fence row
+#: locked for a long transaction; other locks on the tables last for moments.
 _LOCK_TIMEOUT = 20
 
 Row = Sequence[str | None]
@@ -43,23 +43,23 @@ class NoAnswer(Exception):
 
 
 class PoolerInBetween(Exception):
-    """Whoever answered is not the server that the session was opened with."""
+    """The answer came from a pooler, and not from the server's session itself."""
 
 
 class Session:
-    """A connection of our own, outside of every pool.
+    """A connection of this package's own, outside any pool.
 
-    Errors of the server are Django's, as those of its connections are.
+    Errors of the server are raised as Django's.
 
     Attributes:
-        mutex: Whoever asks or looks holds it: no two threads share a session.
-        pid: The server's number for it.
-        closed: Whether it has ended, as far as we know.
+        mutex: Held while the session is used, so that no two threads use it at once.
+        pid: The server's id of the session.
+        closed: Whether it has ended, as far as this process knows.
         awaits: Whether an answer is still to come. There is one query at a time.
-        place: What it takes among the sessions of the process while it is out.
+        place: Its place among the sessions of the process while it is in use.
 
     Raises:
-        PoolerInBetween: It does not go to the server.
+        PoolerInBetween: The connection does not lead to the server itself.
         django.db.Error: It cannot be opened.
     """
 
@@ -90,11 +90,11 @@ class Session:
             if getattr(error.__cause__, "sqlstate", None) == "22012":
                 raise PoolerInBetween from error
             raise
-        #: What makes a commit of this session durable.
+        #: The value of `synchronous_commit` that makes a commit of this session durable.
         self.durable = "remote_apply" if first[1] == "remote_apply" else "on"
 
     def ask(self, statement: str, *arguments: object) -> Row:
-        """Run a prepared statement; return its one row, or close the session by `NoAnswer`."""
+        """Run a prepared statement, and return its one row; `NoAnswer`: the session is closed."""
         try:
             self.send(statement, *arguments)
             return self.receive(budgets.end(ANSWER_SECONDS))
@@ -111,19 +111,19 @@ class Session:
             self._flush(budgets.end(ANSWER_SECONDS))
 
     def receive(self, until: float) -> Row:
-        """Return the one row of what was sent; `NoAnswer`: it has not come yet, see `catch_up`."""
+        """Return the one row of the answer; `NoAnswer`: it has not come yet, see `catch_up`."""
         with self._errors():
             return self._receive(until)[0]
 
     def catch_up(self, until: float) -> None:
-        """Take the answer that came too late for who asked; `NoAnswer`: it has not come yet."""
+        """Discard a late answer; `NoAnswer`: it has not come yet."""
         if self.awaits:
             with self._errors():
-                # There may be none: whoever asked was interrupted when it had taken it.
+                # The answer may have been read already, by a caller that was interrupted then.
                 self._receive(until)
 
     def look(self) -> bool:
-        """Return whether the server has ended the session. Nothing is sent or waited for."""
+        """Return whether the server has ended the session, without sending or waiting."""
         with suppress(psycopg.Error):
             while not self.closed and is_readable(self._pgconn.socket):
                 self._pgconn.consume_input()
@@ -140,11 +140,11 @@ class Session:
                 self._raw.close()
 
     def ended(self) -> Callable[[], None]:
-        """Return what ends the session where nothing refers to this object any more."""
+        """Return a function that ends the session and does not refer to this object."""
         return self._raw.close
 
     def leave(self) -> None:
-        """Let go of what a fork copied: a word on its socket would end the parent's session."""
+        """Forget the copy in a fork: closing it properly would end the parent's session."""
         self.closed = True
         keep_inherited(self._raw)
 
@@ -155,10 +155,10 @@ class Session:
             "default_transaction_isolation": "read committed",
             "lock_timeout": _LOCK_TIMEOUT,
             "idle_session_timeout": 0,
-            # A fence that is the clock's is below every later one, also where a crash undoes it.
+            # Fences follow the clock, so they keep growing even if a crash loses a commit.
             "synchronous_commit": "off",
             "plan_cache_mode": "force_generic_plan",
-            # What is asked names its table with the schema; nobody else may create here.
+            # Statements name tables with their schema. Objects of others must not be found first.
             "search_path": "pg_catalog, pg_temp",
             "tcp_keepalives_idle": int(options["keepalives_idle"]),
             "tcp_keepalives_interval": int(options["keepalives_interval"]),
@@ -169,7 +169,7 @@ class Session:
             f"pg_catalog.set_config('{name}', '{value}', false)" for name, value in values.items()
         )
         return (
-            # Fails where a pooler answers, before anything else reaches a session that others use.
+            # Behind a pooler, this fails before anything changes a session that others use.
             f"SELECT 1 / (pg_catalog.pg_backend_pid() = {self.pid})::int,"
             f" pg_catalog.current_setting('synchronous_commit');"
             f" SELECT {sets}; {prepared}"
@@ -185,7 +185,7 @@ class Session:
                 self.close()
 
     def _receive(self, until: float) -> list[Row]:
-        """Return the first row of each result of what was sent."""
+        """Return the first row of each result of the answer."""
         rows: list[Row] = []
         failed = None
         while (result := self._result(until)) is not None:
@@ -209,7 +209,7 @@ class Session:
         while self._pgconn.flush():
             if not is_readable(self._pgconn.socket, until - time.monotonic(), or_writable=True):
                 raise NoAnswer
-            # The server may wait for us to read before it reads more.
+            # The server may not read on before its output is read.
             if is_readable(self._pgconn.socket):
                 self._pgconn.consume_input()
 

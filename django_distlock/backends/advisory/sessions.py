@@ -1,4 +1,4 @@
-"""The sessions of a process: as many as it holds locks, and spares for the next ones."""
+"""The sessions of this process: one for each lock that it holds, and spare ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...database.connections import close_before_drop
 from ...database.workers import Gone, when_gone
 from .session import Session
 
-#: Seconds between two looks for a free place: of several who wait, a wake-up may reach another one.
+#: Seconds between two looks for a free place, because a wake-up reaches only one waiter.
 _LOOK_SECONDS = 0.05
 
 
@@ -28,7 +28,7 @@ class AllInUse(Exception):
 
 
 class Place:
-    """The right to have a session out, for as long as this object lives."""
+    """The right to use a session, while this object lives."""
 
     __slots__ = ("__weakref__",)
 
@@ -96,17 +96,17 @@ class Sessions:
         self._prepared = prepared
         self._open: list[Gone] = []
         self._begin()
-        # With the backend, or the interpreter, nobody is left to give back what is held.
+        # At the end of the backend or the interpreter, nobody else releases the locks.
         weakref.finalize(self, _close_each, self._open)
         close_before_drop(self)
 
     def take(self) -> Session:
-        """Give a session that holds nothing, and that nobody else uses until it is put back.
+        """Return a session that holds nothing, for the caller's use until it is put back.
 
         Raises:
-            AllInUse: Each holds a lock, or stayed in use for a second.
-            PoolerInBetween: It does not go to the server.
-            django.db.Error: It cannot be opened.
+            AllInUse: Each one holds a lock, or was in use for a second.
+            PoolerInBetween: The connection does not lead to the server itself.
+            django.db.Error: No session can be opened.
         """
         until = budgets.end(MAX_BOUND)
         while (place := self._place()) is None:
@@ -120,21 +120,21 @@ class Sessions:
         return session
 
     def put_back(self, session: Session) -> None:
-        """Take a session back, which holds nothing any more or is closed."""
+        """Take a session back that holds nothing any more, or is closed."""
         session.holds = False
-        # Kept here until the session can be taken: interrupted, it goes with this call.
+        # The place dies at the end of this call, even if it is interrupted.
         _place, session.place = session.place, None
         if not session.closed:
             self._idle.keep(session)
 
     def keep_lock(self, session: Session) -> None:
-        """Note that a session was granted a lock: it stays away."""
+        """Note that a session holds a lock now, and will not be put back soon."""
         session.holds = True
-        # Whoever waits for one may now do so in vain.
+        # If all sessions hold locks now, waiting for one is pointless.
         self._changed.ring()
 
     def close_all(self) -> None:
-        """Close all sessions, and free what they hold."""
+        """Close all sessions, which releases their locks."""
         for session in _living(self._open):
             free = session.mutex.acquire(timeout=MAX_BOUND)
             session.close()
@@ -142,7 +142,7 @@ class Sessions:
                 session.mutex.release()
 
     def leave_to_parent(self) -> None:
-        """Let go of what a fork copied."""
+        """Forget the copies in a fork."""
         for session in _living(self._open):
             session.leave()
         self._open.clear()
@@ -155,7 +155,7 @@ class Sessions:
         self._places: list[weakref.ref[Place]] = []
 
     def _place(self) -> Place | None:
-        """Return a place for one more session; None: there are as many as there may be."""
+        """Return a place for one more session; None: the limit is reached."""
         self._changed.clear()
         with self._mutex:
             self._places = list(filter(_lives, self._places))
@@ -178,7 +178,7 @@ class Sessions:
         session = Session(connections[self.alias], self._prepared())
         with self._mutex:
             self._open[:] = filter(_is_open, self._open)
-            # Interrupted, it may hold a lock, and nobody refers to it any more.
+            # If nobody refers to it any more after an interruption, it may still hold a lock.
             self._open.append(when_gone(session, session.ended()))
         return session
 

@@ -1,4 +1,4 @@
-"""What the advisory backend asks the server, and how it reads who holds a key."""
+"""The SQL of session locks, and how its rows are read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ...core.records import Record
 from ...database.fields import from_microseconds, to_microseconds
 from ...database.sql import HELD_LOCKS, LOCK_NUMBER, NOW, number
 
-# The steps depend on each other, and so have an order: whoever loses has written nothing, and the
-# fence is counted by who has the lock. An error behind the lock does not undo it.
+# Each step depends on the one before, which sets their order: a loser writes nothing, and only the
+# session with the lock counts the fence. An error after the lock does not unlock it.
 _ACQUIRE = """
 PREPARE {prepared} (text, text, text, boolean) AS
 WITH paused AS MATERIALIZED (
@@ -49,8 +49,8 @@ _OWN = (
     f"EXISTS (SELECT FROM {HELD_LOCKS} AND l.pid = pg_backend_pid() AND {LOCK_NUMBER} = {{number}})"
 )
 
-# What was granted to a session, and is still held by it. A stranger that has taken the number of
-# a key has no row, and a session that went on to another key has one of that key.
+# The grants that their sessions still hold. A stranger that has locked the number of a key has no
+# row, and a session that went on to another key has the row of that key.
 _HELD = f"""
 SELECT l.pid, host(a.client_addr) AS host,
     (date_part('epoch', a.backend_start) * 1000000)::bigint AS began,
@@ -65,12 +65,12 @@ FROM {{sessions}} x
 
 @dataclass(frozen=True, slots=True)
 class Statements:
-    """What is asked about session locks.
+    """The statements of session locks.
 
     Args:
-        fences: The table of the fence counters, quoted and with its schema, as the next two.
-        sessions: That of what each session was granted last.
-        salt: That of the secret.
+        fences: The table of fence counters. All tables are quoted and with their schema.
+        sessions: The table of the last grant of each session.
+        salt: The table of the secret.
     """
 
     fences: str
@@ -78,10 +78,10 @@ class Statements:
     salt: str
 
     def preparation(self) -> str:
-        """Return the statements that prepare what a session is asked."""
+        """Return the statements that prepare the others in a session."""
         ways = {
             "distlock_acquire": "pg_try_advisory_lock(paused.number)",
-            # Not taken a second time: it would have to be given back as often.
+            # The lock is not acquired again, because it would have to be released as often.
             "distlock_hand_over": _OWN.format(number="paused.number"),
         }
         acquires = [
@@ -89,7 +89,7 @@ class Statements:
             for prepared, take in ways.items()
         ]
         own = _OWN.format(number="$1")
-        # Asked by who has lost. In the statement above, it would double the price of winning.
+        # Only losers ask this. As a part of the statement above, it would double its time.
         lost = f"SELECT {NOW}, who.* FROM (SELECT 1) one LEFT JOIN ({self._held('$1')}) who ON true"
         asked = (
             f"SELECT x.stop_requested_at FROM {self.sessions} x"
@@ -107,31 +107,31 @@ class Statements:
         )
 
     def who_holds(self) -> str:
-        """Return the query for the clock and the holder of a key, by its storage key."""
+        """Return the query for the clock and the holder of a storage key."""
         return f"SELECT {NOW}, who.* FROM ({self._held('%(name)s')}) who"
 
     def everybody(self) -> str:
-        """Return the same query for all keys whose storage keys begin with a text."""
+        """Return the same query for all storage keys with a prefix."""
         held = self._named(_HELD, number=self._number("x.storage_key"))
         return f"SELECT {NOW}, who.* FROM ({held}) who WHERE starts_with(who.storage_key, %s)"
 
     def taken(self) -> str:
-        """Return the query for which of these storage keys have a number that somebody locks."""
+        """Return the query for those of some storage keys whose numbers are locked."""
         return (
             "SELECT n.name FROM unnest(%s::text[]) n(name)"
             f" WHERE {self._number('n.name')} IN (SELECT {LOCK_NUMBER} FROM {HELD_LOCKS})"
         )
 
     def call(self, function: str, use: str) -> str:
-        """Return the query that calls a function on a number that a storage key has for a use."""
+        """Return the query that calls a function with the number of a storage key for a use."""
         return f"SELECT {function}({number(use, '%s')}) FROM {self.salt} s"
 
     def lock_fence(self) -> str:
-        """Return what keeps a key from being granted until the transaction ends; its fence."""
+        """Return the statement that locks the fence row of a key until the transaction ends."""
         return f"SELECT fence FROM {self.fences} WHERE storage_key = %s FOR NO KEY UPDATE"
 
     def terminate(self) -> str:
-        """Return what ends the session `pid` if it still holds a key, within `patience` ms."""
+        """Return the statement that ends the session `pid` if it holds a key still."""
         held = self._held("%(name)s")
         return (
             f"SELECT pg_terminate_backend(held.pid, %(patience)s) FROM ({held}) held"
@@ -139,14 +139,14 @@ class Statements:
         )
 
     def request_stop(self) -> str:
-        """Return what asks a holder to stop: when, the session, the storage key and the fence."""
+        """Return the statement that requests a stop of a session with a storage key and fence."""
         return (
             f"UPDATE {self.sessions} SET stop_requested_at = coalesce(stop_requested_at, %s)"
             " WHERE pid = %s AND storage_key = %s AND fence = %s RETURNING stop_requested_at"
         )
 
     def forget_ended(self) -> str:
-        """Return what removes the rows of sessions that have ended, but for those in use."""
+        """Return the statement that removes unlocked rows of sessions that have ended."""
         return (
             f"DELETE FROM {self.sessions} WHERE pid IN (SELECT x.pid FROM {self.sessions} x WHERE"
             " NOT EXISTS (SELECT FROM pg_stat_activity a WHERE a.pid = x.pid)"
@@ -158,7 +158,7 @@ class Statements:
         return f"{held} WHERE x.storage_key = {name}"
 
     def _number(self, name: str) -> str:
-        # Not joined: that there is one row of it, the planner does not know.
+        # A subquery and not a join, because the planner does not know that there is one row.
         return f"(SELECT {number('session', name)} FROM {self.salt} s)"
 
     def _named(self, statement: str, **more: str) -> str:
@@ -168,12 +168,12 @@ class Statements:
 
 
 def instant(microseconds: object) -> datetime:
-    """Return the time that a session told."""
+    """Return the time of an answer, given in microseconds."""
     return from_microseconds(int(str(microseconds)))
 
 
 def granted_at(fence: int, now: datetime) -> datetime:
-    """Return when a fence was given: it is the clock's, unless its counter was ahead of that."""
+    """Return when a fence was granted: it follows the clock, unless its counter was ahead."""
     return from_microseconds(min(fence * 10, to_microseconds(now)))
 
 

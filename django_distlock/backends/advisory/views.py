@@ -1,4 +1,4 @@
-"""What is seen of locks that other sessions hold, and what an operator does to them."""
+"""Reads of locks that other sessions hold, and the operators' actions on them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .sql import Statements, instant, record_of
 
 
 class SessionViews(FenceTable):
-    """Reads and operators of the advisory backend: they ask on ordinary connections.
+    """Reads and operators' actions of session locks, on ordinary connections.
 
-    A lease of this process is shown whole. Of another process's lock the server knows the address
-    of its host, the session, and by its fence since when, and whether it was asked to stop; not its
-    holder, its token or its ttl.
+    A lease of this process is shown in full. About another process's lock the server knows the
+    address of its host, the session, when it was granted (by its fence), and whether a stop was
+    requested; but not its holder, token or ttl.
     """
 
     _holdings: Holdings
@@ -65,7 +65,7 @@ class SessionViews(FenceTable):
     # In the server
 
     def _find(self, name: str, bound: float, on: str) -> tuple[Record, int] | None:
-        """Return the record of a held key, and the session that holds it."""
+        """Return the record of a held key, and the id of its session."""
         with vendors.of(on).short_transaction(bound, writes=False):
             return self._see(name, on)
 
@@ -87,8 +87,7 @@ class SessionViews(FenceTable):
     def _force(
         self, name: str, key: str, fence: int | None, bound: float, on: str
     ) -> tuple[bool, Record | None]:
-        """Move the fence on, then end the session; False: somebody else is about to."""
-        # One at a time, also behind the commit that moved the fence.
+        """Raise the fence, then end the session; False: another operator does so right now."""
         said = self._statements
         alone = rows_of(on, said.call("pg_try_advisory_lock", "force"), name)
         if not alone:
@@ -99,7 +98,7 @@ class SessionViews(FenceTable):
             found = self._move_fence(name, key, fence, bound, on)
             if found is None:
                 return True, None
-            # Its guarded writes fail by now.
+            # The holder's guarded writes fail from here on.
             record, pid, moved = found
             self._terminate(name, key, pid, moved, on)
             return True, record
@@ -111,7 +110,7 @@ class SessionViews(FenceTable):
         self, name: str, key: str, fence: int | None, bound: float, on: str
     ) -> tuple[Record, int, int] | None:
         if self._find(name, bound, on) is None:
-            return None  # And no counter is made for a key that nobody ever held.
+            return None  # And no counter is created for a key that nobody ever held.
         counters = self._counters_on(on)
         with counters.turn(name, key, bound):
             counter = counters.lock(name)
@@ -125,8 +124,8 @@ class SessionViews(FenceTable):
     def _terminate(self, name: str, key: str, pid: int, moved: int, on: str) -> None:
         patience = int(MAX_BOUND * 1000)
         with vendors.of(on).short_transaction(MAX_BOUND):
-            # Nobody is granted the key while its counter is locked. If somebody was since it moved,
-            # maybe with the same session, then the holder has given it back by itself.
+            # Nobody is granted the key while its counter is locked. If somebody was granted it
+            # since, maybe with the same session, the holder had released it before.
             said = self._statements
             if rows_of(on, said.lock_fence(), name) != [(moved,)]:
                 return
@@ -166,11 +165,11 @@ class SessionViews(FenceTable):
             found = table_names(self._connections)
         except (DatabaseError, InterfaceError) as error:
             raise self._translated(error, None) from error
-        # Statements have placeholders.
+        # Escaped, because the statements have placeholders.
         return Statements(*(each.replace("%", "%%") for each in found))
 
     def _record(self, name: str, row: Sequence[Any], now: datetime) -> Record:
-        """Return what is known about a lock: all of it, if it is this process's."""
+        """Return the record of a lock: the full one if this process holds it."""
         mine = self._holdings.of_session(name, int(row[0]))
         if mine is not None:
             return mine.record
@@ -178,6 +177,6 @@ class SessionViews(FenceTable):
 
 
 def table_names(tables: TableConnections) -> tuple[str, str, str]:
-    """Return the names of the tables that `Statements` are about, quoted and with their schema."""
+    """Return the names of the tables for `Statements`, quoted and with their schema."""
     session, salt = (tables.named(side_table(each)) for each in ("session", "salt"))
     return tables.name("fences"), session, salt

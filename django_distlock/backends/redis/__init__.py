@@ -59,12 +59,12 @@ from .counting import count_keys, sampled_states
 from .lines import Call, ThreadLines, answered
 from .store import RedisStore, escaped, text
 
-#: What stands between a role and the user's key: the hash, in the braces that tell a cluster where
-#: the keys of one lock live.
+#: A pattern for the hash between a role and the user's key. It is in braces, so that a cluster puts
+#: all keys of one lock into one slot.
 _ANY_TAG: Final = "{" + "?" * 22 + "}:"
 _GRACE: Final = repr(GRACE)
 _FENCE_MAX: Final = str(FENCE_MAX)
-#: How many waiters of a key are shown.
+#: How many waiters of a key are shown at most.
 _SHOWN: Final = 1000
 
 logger = logging.getLogger("django_distlock")
@@ -73,19 +73,18 @@ T = TypeVar("T")
 
 
 class RedisBackend(BaseLockBackend):
-    """Keep locks and fences in Redis.
+    """Keeps locks and fences in Redis.
 
-    Each operation is one script, so none is ever busy. Fences follow the server's clock, whatever
-    `FENCE_FLOOR` says: the data of Redis may be lost, or be stale after a failover.
+    Each operation is one script, so no answer is ever busy. Fences follow the server's clock,
+    whatever `FENCE_FLOOR` says, because Redis may lose data, or have old data after a failover.
 
     Args:
-        cache: The alias of a cache that django-redis or Django keeps in Redis.
+        cache: The alias of a cache in Redis, by django-redis or Django.
         url: The address of a server.
-        password: What the server of `url` asks for: no address with a password in it is shown by
-            whatever shows addresses.
-        client_factory: What makes a `redis.Redis` or `redis.RedisCluster` for locks alone, or its
-            import path. Called once, when first needed; for a cluster also in a forked child.
-        cleanup_on_read: Remove the expired record that a read comes across.
+        password: The password of that server, so that it is not a part of the address.
+        client_factory: A function that makes a `redis.Redis` or `redis.RedisCluster` for locks, or
+            its import path. Called once, at first use; for a cluster also in a forked child.
+        cleanup_on_read: Remove an expired record when it is read.
     """
 
     distributed: ClassVar[bool] = True
@@ -118,7 +117,7 @@ class RedisBackend(BaseLockBackend):
         self.store = RedisStore(self.alias, source, config.lock_connections)
         self._prefix = f"{self.key_prefix}:" if self.key_prefix else ""
         self._channel = f"{self._prefix}wake"
-        #: A sorted set of what `SCAN` would find among all keys of the server. A cluster has none.
+        #: A sorted set of the held locks, to list them without `SCAN`. A cluster has none.
         self._listing = self._at("listing", self._name("listing"))
         self._listener = Listener(
             f"distlock-{self.alias}-wakeups",
@@ -128,12 +127,12 @@ class RedisBackend(BaseLockBackend):
 
     @property
     def supports_token_lookup(self) -> bool:  # type: ignore[override]
-        """Not on a cluster, where a token would lie on another server than its record."""
+        """False on a cluster, where a token may be on another server than its record."""
         return not self.store.is_cluster
 
     @property
     def acquires_together(self) -> bool:  # type: ignore[override]
-        """Not on a cluster, whose servers have different keys."""
+        """False on a cluster, whose servers have different keys."""
         return not self.store.is_cluster
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
@@ -184,8 +183,7 @@ class RedisBackend(BaseLockBackend):
             raise failed[0]
         found: list[Grant | Unknown | None] = []
         for (_name, grant), call, answer in zip(named, calls, answers, strict=True):
-            # One server of a cluster, or one record that somebody has spoiled, is no reason to
-            # count the other leases as unknown.
+            # If a server of a cluster fails, or a record is spoiled, the other leases are renewed.
             with suppress(LockError):
                 found.append(_read(partial(extended, grant, grant.ttl), answered(answer), call))
                 continue
@@ -244,7 +242,7 @@ class RedisBackend(BaseLockBackend):
         start = self._at("lock", "")
         walk = self.store.walk(start, pattern, cursor, lambda: limit - len(found), self._listing)
         for line, walked in walk:
-            # A server that makes its table of keys smaller meanwhile may name some again.
+            # A server that shrinks its hash table meanwhile may return some names again.
             chunk = [each for each in walked if each[0] not in seen]
             seen.update(name for name, _place in chunk)
             if host is not None or task_id is not None:
@@ -264,7 +262,7 @@ class RedisBackend(BaseLockBackend):
     def records_on(
         self, line: ThreadLines, names: Sequence[str]
     ) -> list[Record | Unreadable | None]:
-        """Return what one server has of these locks, in their order; None: not held."""
+        """Return the records of these locks on one server, in order; None: not held."""
         again = lambda lock: self._run(self._reading(lock), held)  # noqa: E731
         return self.store.live_records(line, [self._at("lock", name) for name in names], again)
 
@@ -282,8 +280,8 @@ class RedisBackend(BaseLockBackend):
         question = Call(script("force_release"), keys, arguments, [self._listing])
         record = self._run(question, read, key)
         if record is not None:
-            # Found by a token that the script was not told. Nothing rests on it: whoever follows it
-            # compares the token.
+            # The index of a token that the script did not know. A stale entry does no harm, because
+            # readers compare the token in the record.
             with suppress(LockError):
                 self.store.command("DEL", self._token(record.token))
         return record
@@ -304,7 +302,7 @@ class RedisBackend(BaseLockBackend):
         return self._run(question, str) == "resumed"
 
     def _time(self) -> datetime:
-        # Of a cluster, the server that would have a key of this name.
+        # In a cluster, the clock of the server that would have this key.
         question = Call(script("clock"), [self._at("lock", self._name("clock"))], ())
         return self._run(question, lambda answer: from_microseconds(int(answer)))
 
@@ -338,12 +336,12 @@ class RedisBackend(BaseLockBackend):
         return None if fence is None else int(fence)
 
     def data_mark(self) -> tuple[int, datetime] | None:
-        """Return the mark of this data, and when it was made; None: it has none, or lost it.
+        """Return the mark of this data, and when it was set; None: there is none, or it was lost.
 
-        Of a cluster, one server has it.
+        In a cluster, one server has the mark.
 
         Raises:
-            LockError: The store is unavailable, or somebody else has written there.
+            LockError: The store is unavailable, or another program has changed the mark.
         """
         found = self.store.command("GET", self._data_mark_at)
         try:
@@ -355,7 +353,7 @@ class RedisBackend(BaseLockBackend):
             ) from error
 
     def mark_data(self) -> tuple[int, datetime]:
-        """Mark this data, unless it is marked; return the mark, and when it was made."""
+        """Mark this data unless it is marked; return the mark, and when it was set."""
         while (found := self.data_mark()) is None:
             mark = f"{1 + secrets.randbelow(FENCE_MAX)} {to_microseconds(self._time())}"
             self.store.command("SET", self._data_mark_at, mark, "NX")
@@ -370,7 +368,7 @@ class RedisBackend(BaseLockBackend):
     def _note_waiter(
         self, name: str, holder: Holder, seconds: float, note: str | None
     ) -> str | None:
-        # Two waiters of one holder are two.
+        # With a random part, because one holder may wait twice.
         who = f"{int(self.is_listening)} {secrets.token_hex(8)} {json.dumps(holder.as_json())}"
         arguments = (note or "", repr(seconds), who)
         keys = [self._at("waiters", name)]
@@ -425,7 +423,7 @@ class RedisBackend(BaseLockBackend):
                 for name in names
             ]
         )
-        # Of a page, a counter that somebody has spoiled is left, and those behind it are raised.
+        # On a page, a spoiled counter is skipped, and the others are raised.
         fails = BackendUnavailable if is_page else LockError
         for outcome in outcomes:
             if isinstance(outcome, fails):
@@ -444,14 +442,14 @@ class RedisBackend(BaseLockBackend):
     def _run(self, question: Call, read: Callable[[str], T], key: str | None = None) -> T:
         return _read(read, self.store.ask(question, key), question)
 
-    # What things are called
+    # Names
 
     def _name(self, key: str) -> str:
-        # A tag of its own: with braces in the key, a cluster would take that part of it.
+        # With a hash tag of our own, because a cluster would use braces in the key as one.
         return _tagged(self._prefix, key)
 
     def _kept_at(self, name: str) -> list[str]:
-        """Return the names of a lease: of one that shares its key, also that of who does."""
+        """Return the name of a lease, and with a shared key that of its holder's place."""
         whole = whole_name(name)
         lock = self._at("lock", name)
         return [lock] if whole == name else [lock, self._at("shared", whole)]
@@ -460,17 +458,17 @@ class RedisBackend(BaseLockBackend):
         return f"{self._prefix}{role}:{name}"
 
     def _token(self, token: str) -> str:
-        # The name of an index tells the token as well.
+        # Secret as well, because the name of the index contains the token.
         return Token(f"{self._prefix}token:{token}")
 
 
 def _page(found: Sequence[Record], cursor: str | None, spoiled: Sequence[Unreadable]) -> Page:
-    # They come in the order of hashes.
+    # Sorted, because they come in the order of their hashes.
     return Page(tuple(sorted(found, key=lambda each: each.key)), cursor, tuple(spoiled))
 
 
 def _granted_alone(attempt: Attempt, answer: str) -> Grant | Contended | None:
-    """Read the answer to an acquire; None: others share the key, or did."""
+    """Read the answer to an exclusive acquire; None: the key is shared, or was."""
     return None if answer == "shared" else granted(attempt, answer)
 
 
@@ -480,7 +478,7 @@ def _tagged(prefix: str, key: str) -> str:
 
 
 def _read(read: Callable[[str], T], answer: str, question: Call) -> T:
-    """Read an answer; `LockError`: it is about a record that somebody has spoiled."""
+    """Read an answer; `LockError`: it is about a spoiled record."""
     try:
         return read(answer)
     except LockError:

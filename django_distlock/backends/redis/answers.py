@@ -1,4 +1,4 @@
-"""What the scripts answer, as values."""
+"""Read the answers of the scripts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ...core.records import (
 )
 from ...database.fields import from_microseconds
 
-#: Of a record, what is read without a script. `free_at` is there as long as the record is.
+#: The fields of a record that are read without a script. Every record has `free_at`.
 FIELDS: Final = (
     "free_at", "key", "token", "fence", "ttl", "acquired_at", "renewed_at", "expires_at", "holder",
     "wanted", "stop_requested_at", "shared", "renewed_until",
@@ -80,7 +80,7 @@ def _contended(key: str, outcome: str, rest: str) -> Contended:
     try:
         return _record(described).contended(observed_at, paused=paused)
     except SPOILED:
-        # It is held, whoever it was: that is no error of the one who waits.
+        # The record is spoiled, but the key is held. That is not an error for a waiter.
         return Contended(observed_at=observed_at, paused=paused)
 
 
@@ -91,7 +91,7 @@ def held(answer: str) -> Record | None:
 
 
 def sharing(answer: str) -> list[Record]:
-    """Read the records of those who share a key."""
+    """Read the records of all that share a key."""
     return [_recorded(each) for each in json.loads(answer)]
 
 
@@ -104,12 +104,12 @@ def counted(answer: str) -> Counter | None:
 
 
 def waiting(answer: str) -> list[Waiting]:
-    """Return who waits, the first to come first."""
+    """Return the waiters, the first to come first."""
     found = json.loads(answer)
     shown = []
-    # Each note has its end behind it.
+    # Each note is followed by its end.
     for note, until in zip(found[::2], found[1::2], strict=True):
-        # For people to see: what somebody has spoiled hides nobody else.
+        # A spoiled note is left out.
         with suppress(*SPOILED):
             since, is_woken, _number, told = note.split(" ", 3)
             holder = Holder.from_json(json.loads(told))
@@ -133,7 +133,7 @@ def _recorded(fields: Mapping[str, str]) -> Record:
 def live_record(values: Sequence[str | bytes | None], now: int) -> Record | None:
     """Read the values of `FIELDS`, at a time of the server's; None: nobody holds the key."""
     free_at, *_others = values
-    # "" is without expiry. A client of the project's own making may decode.
+    # "" means no expiry. A client of the project may decode answers.
     if free_at is None or (free_at and int(free_at) <= now):
         return None
     fields = {
@@ -141,17 +141,17 @@ def live_record(values: Sequence[str | bytes | None], now: int) -> Record | None
         for field, value in zip(FIELDS, values, strict=True)
         if value is not None
     }
-    # A list names a holder that cannot be read.
+    # In a listing, a spoiled holder is an error.
     return _record_of(fields, Holder.from_json(json.loads(fields["holder"])))
 
 
 def unreadable(name: str, error: Exception) -> Unreadable:
-    """Return what there is to say of a record, by its name in the store, that cannot be read."""
+    """Return the description of a record, by its name in the store, that cannot be read."""
     return Unreadable.of(key_of(name), error)
 
 
 def key_of(name: str) -> str:
-    """Return the key that a record's name in the store is about."""
+    """Return the key of a record, by its name in the store."""
     return whole_name(name).partition("}:")[2]
 
 

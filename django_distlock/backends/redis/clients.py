@@ -1,8 +1,8 @@
-"""Clients of Redis for locks: made from what the project has, with connections of their own.
+"""Clients of Redis for locks, made from the project's own, but with other connections.
 
-A lock's command must be sent once. The project's clients send it again where a connection breaks,
-and so a release that had worked would answer that there was nothing to release: from them comes
-only where the server is and how to log in.
+A lock's command must be sent only once. The project's clients repeat it after a lost connection, so
+that a release which had worked would return that nothing was released. So only the address and the
+credentials are taken from them.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ...core import budgets
 from ...core.errors import BackendUnavailable, LockError, shown
 from ...exceptions import InvalidLockBackend
 
-#: Seconds to wait for a connection, and for an answer, where the project does not say. Without
-#: them a server that hangs would hang whoever wants a lock.
+#: The default seconds to wait for a connection, and for an answer. Without them, a server that
+#: hangs would block every caller.
 SOCKET_SECONDS = 5.0
 
-#: What redis-py raises when a server is asked.
+#: The base classes of redis-py's errors.
 ERRORS = (exceptions.RedisError, exceptions.RedisClusterException)
 
-#: What of a project's connection tells where the server is and how to log in.
+#: The settings of a project's connection with the address and the credentials.
 _ADDRESS = re.compile(
     r"host|port|path|db|username|password|credential_provider|client_name|protocol|ssl_.*"
     r"|socket_(timeout|connect_timeout|keepalive|keepalive_options)|health_check_interval"
 )
 
-#: By class; the first that fits counts.
+#: Our codes by class of error; the first that fits counts.
 _CODES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
     ((exceptions.TimeoutError, budgets.Over), "network_timeout"),
     (
@@ -55,7 +55,7 @@ _CODES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
     ((exceptions.MaxConnectionsError, exceptions.OutOfMemoryError), "rate_limited"),
     (
         (
-            exceptions.ClusterError,  # also where a slot is on its way for too long
+            exceptions.ClusterError,  # also if the migration of a slot takes too long
             exceptions.ConnectionError,
             exceptions.ReadOnlyError,
             exceptions.RedisClusterException,
@@ -65,7 +65,7 @@ _CODES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
     ),
 )
 
-#: By the word that an error of the server begins with, where no class stands for it.
+#: Our codes by the first word of the server's error, if redis-py has no class for it.
 _WORDS: Mapping[str, str] = {
     "BUSY": "service_unavailable",  # a script runs too long
     "DENIED": "auth_failed",  # protected mode
@@ -80,39 +80,38 @@ _WORDS: Mapping[str, str] = {
 #: Redis before 7 wraps an error in the script's: "…@user_script: 3: -OOM command not allowed".
 _WRAPPED = re.compile(r"@user_script:? ?\d+: -([A-Z]+) ")
 
-#: Connections are counted by who uses them, and not by their pool.
+#: The limit of the pools: they do not count connections here.
 _UNCOUNTED = 2**31
 
-#: What a server with a password says to who gives none and sends many words.
+#: The error of a server with a password for a long command without a login.
 _NO_LOGIN = "unauthenticated"
 
-#: What a server says that takes no more connections, for which redis-py has no class of its own.
+#: The error of a server at its limit of connections, for which redis-py has no class.
 _TOO_MANY = "max number of clients reached"
 
-#: What Redis 7.0 and later ones say where a script comes to a command that its user may not run: no
-#: word of its own, and no class.
+#: The errors of Redis 7.0 and later for a script with a command that the user may not run.
 _FORBIDDEN = ("The user executing the script can't run this command", "ACL failure in script")
 
 Options = Mapping[str, Any]
 
 
 class _Pool(redis.ConnectionPool):
-    """A pool whose repr has no password: redis-py puts those of Sentinels into an error."""
+    """A pool without a password in its repr, which redis-py puts into errors about Sentinels."""
 
     def __repr__(self) -> str:
         return f"<{self.connection_kwargs.get('host')}:{self.connection_kwargs.get('port')}>"
 
 
 def client_source(where: str, options: Options, password: str | None = None) -> Callable[[], Any]:
-    """Return what makes the client that the options name. Nothing connects before it is called.
+    """Return a function that makes the client of the options. Nothing connects before its call.
 
     Args:
         options: `cache`, `url` and `client_factory`: one is given, the others are None.
-        password: What the server of `url` asks for, which the address does not tell then.
+        password: The password for the server of `url`, which then has none.
 
     Raises:
-        InvalidLockBackend: None is given, or several, or it leads to no Redis; or `password` is no
-            text, stands beside another one than `url`, or in its address, too.
+        InvalidLockBackend: None of the options is given, or several, or it is not a Redis; or
+            `password` is not a text, is given without `url`, or `url` has one as well.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if len(given) != 1:
@@ -139,9 +138,9 @@ def client_source(where: str, options: Options, password: str | None = None) -> 
 
 
 def own_client(client: Any, what: str = "What client_factory makes") -> Any:
-    """Return a client with the address of another that sends each command once, or refuse it."""
+    """Return a client with the address of another one that sends each command only once."""
     if isinstance(client, redis.RedisCluster):
-        # It tells where keys are, and is asked for nothing else: see `cluster`.
+        # The client only provides the map of the cluster: see `cluster`.
         client.set_retry(_once())
         _bound(client.nodes_manager.connection_kwargs)
         for node in client.get_nodes():  # type: ignore[no-untyped-call]
@@ -156,7 +155,7 @@ def own_client(client: Any, what: str = "What client_factory makes") -> Any:
 
 
 def own_pool(pool: Any) -> Any:
-    """Return what makes connections to where `pool` connects to, that send a command once."""
+    """Return a pool like another one, with connections that send each command only once."""
     settings = address_of(pool.connection_kwargs) | {
         "connection_class": pool.connection_class,
         "retry": _once(),
@@ -175,9 +174,9 @@ def own_pool(pool: Any) -> Any:
 
 
 def translated(error: Exception, alias: str, key: str | None) -> LockError:
-    """Return what an error of redis-py means."""
+    """Translate an error of redis-py into one of this package."""
     about = f"The lock store {alias!r}"
-    # The words of a command that a server does not know: they may hold a token.
+    # For an unknown command, the server repeats its arguments, which may contain a token.
     said = str(error).partition(", with args beginning")[0]
     if isinstance(error, exceptions.MovedError | exceptions.ClusterCrossSlotError):
         return LockError(
@@ -194,7 +193,7 @@ def translated(error: Exception, alias: str, key: str | None) -> LockError:
 
 
 def _met(error: Any) -> Any:
-    """Return what a cluster's client met with at its nodes: the cause of its own error."""
+    """Return the error of a node that caused the error of a cluster's client."""
     while isinstance(error, exceptions.RedisClusterException) and (
         error.__cause__ or error.__context__
     ):
@@ -216,9 +215,9 @@ def _code(met: Any) -> str | None:
 
 
 def database_of(client: Any) -> tuple[Any, ...] | None:
-    """Return what tells one Redis database from another; None: it has several servers.
+    """Return an id of a Redis database by its settings; None: it has several servers.
 
-    Nothing is asked: two names of one host are two databases, but for those of this machine.
+    Two names of a host are two databases, except for names of this machine.
     """
     pool = getattr(client, "connection_pool", None)
     given: dict[str, Any] = getattr(pool, "connection_kwargs", {})
@@ -230,7 +229,7 @@ def database_of(client: Any) -> tuple[Any, ...] | None:
 
 
 def from_cache(alias: object) -> Callable[[], Any]:
-    """Return what gives the client of a cache, which has to be on one Redis server."""
+    """Return a function that returns the client of a cache, which must be on one Redis server."""
     try:
         cache: Any = caches[alias]  # type: ignore[index]
     except (InvalidCacheBackendError, TypeError, AttributeError) as error:
@@ -241,7 +240,7 @@ def from_cache(alias: object) -> Callable[[], Any]:
         except (LookupError, TypeError, ValueError) as error:
             raise _no_address(alias, error) from None
     try:
-        # What django-redis calls its own; without importing it.
+        # The API of django-redis, used without importing it.
         get_client = getattr(getattr(cache, "client", None), "get_client", None)
     except ImproperlyConfigured as error:
         raise _no_address(alias, error) from None
@@ -250,8 +249,7 @@ def from_cache(alias: object) -> Callable[[], Any]:
             f"The cache {alias!r} is a {type(cache).__name__}, which does not use Redis."
         )
     try:
-        # The client below the cache: what the cache does about errors, such as
-        # IGNORE_EXCEPTIONS, does not concern locks.
+        # The client below the cache: IGNORE_EXCEPTIONS of the cache must not apply to locks.
         return _fixed(get_client(write=True))
     except (TypeError, NotImplementedError) as error:
         raise InvalidLockBackend(
@@ -262,7 +260,7 @@ def from_cache(alias: object) -> Callable[[], Any]:
 
 
 def _no_address(alias: object, error: Exception) -> InvalidLockBackend:
-    # Without its text, which may have the password.
+    # Without the text of the error, which may contain the password.
     return InvalidLockBackend(
         f"The LOCATION of the cache {shown(alias)} is not a Redis address: {type(error).__name__}."
     )
@@ -275,10 +273,10 @@ def _from_url(url: object, password: str | None) -> Callable[[], Any]:
         )
     try:
         client = redis.Redis.from_url(url)
-        # Opens nothing. A pool accepts any option, and a connection refuses unknown ones.
+        # This does not connect. A pool accepts any option, but a connection refuses unknown ones.
         client.connection_pool.make_connection()
     except (ValueError, TypeError, exceptions.RedisError):
-        # Not the address, nor what is wrong with it: both may hold a part of a password.
+        # Neither the address nor the error is shown, as both may contain a part of a password.
         raise InvalidLockBackend(
             "It is not a Redis address, such as redis://127.0.0.1:6379/1, or has an option that"
             " redis-py does not know."
@@ -308,7 +306,7 @@ def _fixed(client: Any) -> Callable[[], Any]:
 
 
 def address_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return of a connection's settings where the server is and how to log in."""
+    """Return the address and the credentials in a connection's settings."""
     settings = {name: value for name, value in given.items() if _ADDRESS.fullmatch(name)}
     _bound(settings)
     return settings

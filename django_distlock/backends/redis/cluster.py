@@ -1,8 +1,8 @@
 """Connections to a Redis Cluster, which keeps each lock on one of its servers.
 
-redis-py's client tells which server has which keys. The servers are asked on connections of our
-own, as a single one is: after an interruption, the client's could give an answer to whoever asks
-next.
+redis-py's client knows which server has which keys. Requests are sent on connections of this
+package's own, as to a single server. After an interruption, a connection of the client could pass
+the answer to the next request.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ...core import budgets
 from .clients import ERRORS, own_pool
 from .lines import Call, ThreadLines
 
-#: How often a question follows keys that have moved.
+#: How many redirections a request follows.
 MOVES = 5
-#: Seconds between two looks at which server has which keys, where servers do not answer.
+#: Seconds between two looks at the map of the cluster while servers do not answer.
 LOOK_SECONDS = 1.0
 
 _AWAY = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ClusterDownError)
 
 
 class ClusterLines:
-    """The connections of threads to a cluster, so many to each server: see `ThreadLines`."""
+    """The connections of threads to a cluster: `ThreadLines` for each of its servers."""
 
     def __init__(self, client: Any, limit: int):
         self._client = client
@@ -42,13 +42,13 @@ class ClusterLines:
         return self._followed(call.keys[0], lambda server, asking: server.ask(call, asking=asking))
 
     def _followed(self, key: str, question: Callable[[ThreadLines, bool], Any]) -> Any:
-        """Ask the server that has a key, wherever the cluster says that it is."""
+        """Ask the server that has a key, and follow redirections."""
         node, asking = self.node_of(key), False
         for _ in range(MOVES):
             try:
                 return question(self.server(node), asking)
             except exceptions.AskError as error:
-                # Go to the node that the answer names: the map may not have it yet.
+                # Use the node in the answer, because the map may not have it yet.
                 asking = not isinstance(error, exceptions.MovedError)
                 if not asking:
                     self.look_again()
@@ -59,16 +59,16 @@ class ClusterLines:
         raise exceptions.ClusterError(f"The keys moved {MOVES} times.")
 
     def _told(self, error: Any, by: Any) -> Any:
-        """Return the node that a redirection names. Without a host: on the host that answered."""
+        """Return the node of a redirection. Without a host, it is on the host that answered."""
         place = self._client.nodes_manager.remap_host_port(error.host or by.host, error.port)
         known = self._client.get_node(*place)
         # A node without slots is not in the client's map.
         return known or ClusterNode(*place)  # type: ignore[no-untyped-call]
 
     def ask_all(self, calls: Sequence[Call]) -> list[Any]:
-        """Call scripts in one round trip to each server; give answers, and errors in their places.
+        """Call scripts in one round trip to each server; return answers or errors, in order.
 
-        A server that does not answer is the error of its calls alone, and delays no other.
+        If a server does not answer, only its own calls fail, and no other one is delayed.
         """
         answers: list[Any] = [None] * len(calls)
         places: dict[str, list[int]] = {}
@@ -91,7 +91,7 @@ class ClusterLines:
 
         for name, found in zip(places, _side_by_side(ask, list(places)), strict=True):
             for place, answer in zip(places[name], found, strict=True):
-                # Moved meanwhile: the cluster says where.
+                # The keys have moved meanwhile, and the answer says where.
                 moved = isinstance(answer, exceptions.AskError)
                 answers[place] = self._asked(calls[place]) if moved else answer
         if any(isinstance(answer, _AWAY) for answer in answers):
@@ -105,8 +105,7 @@ class ClusterLines:
         )
 
     def servers(self) -> list[ThreadLines]:
-        """Return the connections to each server that has keys, in an order that stays."""
-        # A scan is never redirected: with an old map, the keys of a new server would be left out.
+        """Return the connections to each server that has keys, in a stable order."""
         self.look_again()
         found = map(self.server, self._client.get_primaries())
         return sorted(found, key=lambda lines: lines.name)
@@ -117,11 +116,11 @@ class ClusterLines:
             lines.keep_none()
 
     def serves(self, connection: Any) -> bool:
-        """Whether a connection leads to a server of the cluster, as far as is known by now."""
+        """Whether a connection leads to a known server of the cluster."""
         return self._client.get_node(connection.host, connection.port) is not None
 
     def node_of(self, key: str) -> Any:
-        """Return which server has a key, as far as is known."""
+        """Return the server of a key, according to the map."""
         return self._client.get_node_from_key(key)
 
     def server(self, node: Any) -> ThreadLines:
@@ -133,13 +132,13 @@ class ClusterLines:
         return lines
 
     def look_again(self) -> None:
-        """Ask the servers that answer which of them has which keys."""
+        """Update the map of the cluster, from any server that answers."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = now
         with suppress(*ERRORS, budgets.Over):
-            self._look()  # Where none does, whoever asks next meets with that.
+            self._look()  # If none answers, the next request will report it.
 
     def _look(self) -> None:
         budgets.apart(self._client.nodes_manager.initialize, "distlock-cluster")

@@ -1,4 +1,4 @@
-"""How much Redis keeps of locks: counted in one walk through its keys, or told by a sample."""
+"""Count the locks in Redis: in one walk through its keys, or from a sample."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .store import text
 if TYPE_CHECKING:
     from . import RedisBackend
 
-#: What a sample has, of a listing or of a cluster's keys: all, where there is no more.
+#: The size of a sample, of the listing or of a cluster's keys.
 LOOKED_AT: Final = 10_000
 
 _OURS = re.compile(r"(lock|fence|waiters):(\{.{22}\}:.*)", re.DOTALL)
 
 
 def count_keys(store: RedisBackend) -> Counts:
-    """Count what a backend keeps. The server goes on with its work meanwhile.
+    """Count what a backend keeps, in steps between which the server does other work.
 
-    All numbers are about so: what comes and goes meanwhile may be counted or not, and a key twice
-    where the server makes its table of keys larger or smaller.
+    All numbers are estimates: keys that come or go meanwhile may be counted or not, and some keys
+    twice if the server resizes its hash table.
     """
     found: Counter[str] = Counter()
     highest = waiters = 0
@@ -36,12 +36,12 @@ def count_keys(store: RedisBackend) -> Counts:
         names = _by_role(name for name, _place in page)
         found.update({role: len(each) for role, each in names.items()})
         told = store.store.values(line, [store._at("fence", each) for each in names["fence"]])
-        # What somebody has spoiled is counted, and hides nothing of the rest.
+        # A spoiled counter has no number here, but is counted.
         highest = max([highest, *(int(each) for each in told if each.isdecimal())])
         waiters += sum(_waiting(store, line, names["waiters"]))
     return Counts(
         held=Count(found["lock"], is_exact=False),
-        # The server removes them by itself.
+        # The server removes expired records by itself.
         expired=Count(0),
         waiters=Count(waiters, is_exact=False),
         counters=Count(found["fence"], is_exact=False),
@@ -51,7 +51,7 @@ def count_keys(store: RedisBackend) -> Counts:
 
 
 def sampled_states(store: RedisBackend, soon: float) -> tuple[States, Strain]:
-    """Count what is held by its state, in a sample, and say what that is of the whole."""
+    """Estimate the number of held keys by state, from a sample."""
     now = store.clock()
     found: Counter[str] = Counter()
     is_whole = True
@@ -74,7 +74,7 @@ def sampled_states(store: RedisBackend, soon: float) -> tuple[States, Strain]:
 
 
 def _by_role(names: Iterable[str], prefix: str = "") -> dict[str, list[str]]:
-    """Return the names of this backend's keys, without their roles, by these."""
+    """Return the names of this backend's keys, without the role, by role."""
     found: dict[str, list[str]] = {"lock": [], "fence": [], "waiters": []}
     for name in names:
         if name.startswith(prefix) and (match := _OURS.fullmatch(name, len(prefix))):
@@ -87,7 +87,7 @@ def _waiting(store: RedisBackend, line: ThreadLines, names: list[str]) -> list[i
 
 
 def _used_memory(store: RedisBackend) -> int | None:
-    """Return the bytes that the servers use for all that they keep; None: they do not tell."""
+    """Return the bytes that the servers use for all of their data; None: unknown."""
     with suppress(LockError):
         told = map(text, store.store.of_each_server("INFO", "memory").values())
         found = (re.search(r"^used_memory:(\d+)", each, re.MULTILINE) for each in told)

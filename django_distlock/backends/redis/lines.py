@@ -1,7 +1,7 @@
 """Connections to one Redis server, each used by one caller at a time.
 
-redis-py's connections, without its client around them: that costs more than the server and the way
-to it together (docs/explanation/performance.md), and sends commands again when a connection breaks.
+These are redis-py's connections without its client. The client costs more time than the server and
+the network together (docs/explanation/performance.md), and repeats commands on a new connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...database.borrowing import Opening, is_readable
 from ..lua import Script
 from .clients import address_of
 
-#: A cluster's errors, by their first word. The parsers of redis-py before 6 do not know them.
+#: Errors of a cluster by their first word, for the parsers of redis-py before 6.
 _CLUSTER: Final[Mapping[str, Callable[[str], Exception]]] = {
     "ASK": exceptions.AskError,
     "CLUSTERDOWN": exceptions.ClusterDownError,
@@ -34,8 +34,8 @@ class Call(NamedTuple):
     """A script with its arguments.
 
     Attributes:
-        indexes: The listing and keys of the index of tokens, which come last and are left out on a
-            cluster: there they lie on other servers.
+        indexes: The listing and the keys of the token index. They come last, and are left out on a
+            cluster, where they would be on other servers.
     """
 
     script: Script
@@ -44,21 +44,21 @@ class Call(NamedTuple):
     indexes: Sequence[str] = ()
 
     def command(self, *, whole: bool = False) -> tuple[str, ...]:
-        """Return the command that calls the script; `whole`: for a server that does not know it."""
+        """Return the command that calls the script; `whole`: with its text, to load it."""
         keys = (*self.keys, *self.indexes)
         what = ("EVAL", self.script.text) if whole else ("EVALSHA", self.script.digest)
         return (*what, str(len(keys)), *keys, *self.arguments)
 
 
 def answered(answer: Any) -> Any:
-    """Return an answer, or raise the error that it is."""
+    """Return an answer, or raise it if it is an error."""
     if isinstance(answer, Exception):
         raise answer
     return answer
 
 
 def packed(words: Sequence[str]) -> bytes:
-    """Return a command as it is sent: an array of texts, each with its length in bytes."""
+    """Return a command in the Redis protocol: an array of texts, each with its length in bytes."""
     parts = [b"*%d\r\n" % len(words)]
     for word in words:
         raw = word.encode()
@@ -67,13 +67,13 @@ def packed(words: Sequence[str]) -> bytes:
 
 
 class ThreadLines:
-    """Connections for threads: as many as ask at the same time.
+    """Connections for threads, as many as are used at the same time.
 
-    Nobody waits for one, and so none has to be counted: what counts in Python can be left in the
-    middle by a signal's handler that raises, such as that of a time limit.
+    There is no limit and so no counter, because a signal's handler may raise in the midst of
+    counting up or down.
 
     Args:
-        limit: How many are kept while nobody needs them.
+        limit: How many idle connections are kept.
     """
 
     def __init__(self, pool: Any, limit: int):
@@ -82,10 +82,10 @@ class ThreadLines:
         self._idle: deque[Any] = deque()
 
     def ask(self, call: Call, *, asking: bool = False) -> Any:
-        """Call a script, whether the server knows it or not. Raise its error.
+        """Call a script, loading it if necessary, and raise its error.
 
         Args:
-            asking: Of a server of a cluster that is being given the slot of the keys.
+            asking: Whether the server, in a cluster, is still importing the slot of the keys.
         """
         first = [("ASKING",)] if asking else []
         answer = self._exchange([*first, call.command()])[-1]
@@ -94,7 +94,7 @@ class ThreadLines:
         return answered(answer)
 
     def ask_all(self, calls: Sequence[Call]) -> list[Any]:
-        """Call scripts in one round trip; give answers, and errors in their places."""
+        """Call scripts in one round trip; return answers or errors, in order."""
         answers = self._exchange([call.command() for call in calls])
         unknown = [
             place
@@ -112,53 +112,53 @@ class ThreadLines:
         return answered(self._exchange([*([("ASKING",)] if asking else []), words])[-1])
 
     def commands(self, commands: Sequence[Sequence[str]]) -> list[Any]:
-        """Run commands in one round trip; give answers, and errors in their places."""
+        """Run commands in one round trip; return answers or errors, in order."""
         return self._exchange(commands)
 
     def servers(self) -> list[ThreadLines]:
-        """Return the connections to each server that has keys: this one."""
+        """Return the connections to each server that has keys: these."""
         return [self]
 
     def keep_none(self) -> None:
-        """Close each connection from now on when it is not in use."""
+        """Close connections as soon as they are not in use."""
         self._limit = 0
         with suppress(IndexError):
             while True:
                 self._idle.pop().disconnect()
-        # Behind Sentinel, also those that it was asked on where the primary is.
+        # With Sentinel, also the connections to the sentinels.
         manager = getattr(self._pool, "sentinel_manager", None)
         for sentinel in manager.sentinels if manager else ():
             sentinel.connection_pool.disconnect(inuse_connections=False)
 
     def own_connection(self, **settings: Any) -> Any:
-        """Return a connection for one user alone, not open yet, with other settings."""
+        """Return a new connection with other settings, which is not open yet."""
         given = self._pool.connection_kwargs
-        # Behind Sentinel, who asks it where the primary is.
+        # With Sentinel, these find the primary.
         kept = {name: given[name] for name in ("retry", "connection_pool") if name in given}
         return self._pool.connection_class(**(address_of(given) | kept | settings))
 
     def serves(self, connection: Any) -> bool:
-        """Whether a connection leads to where these do, as far as is known by now."""
+        """Whether a connection leads to the same server as these, as far as is known."""
         return not _is_elsewhere(self._pool, connection)
 
     @property
     def name(self) -> str:
-        """What messages call the server; no part of it is a secret."""
+        """The name of the server for messages, without any secret."""
         given = self._pool.connection_kwargs
-        # Behind Sentinel, whichever serves it.
+        # With Sentinel, the name of the service.
         named = given.get("path") or getattr(self._pool, "service_name", None)
         return named or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}"
 
     def _exchange(self, commands: Sequence[Sequence[str]]) -> list[Any]:
         connection = _taken(self._pool, self._idle)
-        # Where this is cut short, nobody knows what the next answer would be.
+        # After an interruption, the next answer on this connection would be that of this request.
         clean = False
         try:
             if _is_elsewhere(self._pool, connection) or _has_ended(connection._sock):
                 connection.disconnect()
             _open(connection)
             bound = _bound(connection)
-            # As one text: each item of a list is a call of the system.
+            # As one text, because redis-py makes a system call for each item of a list.
             connection.send_packed_command([b"".join(map(packed, commands))])
             answers = [_answer(connection) for _ in commands]
             if bound:
@@ -173,7 +173,7 @@ class ThreadLines:
 
 
 def _taken(pool: Any, idle: deque[Any]) -> Any:
-    """Return a connection that nobody uses, or a new one, which is not open."""
+    """Return an idle connection, or a new one, which is not open yet."""
     try:
         return idle.pop()
     except IndexError:
@@ -181,14 +181,14 @@ def _taken(pool: Any, idle: deque[Any]) -> Any:
 
 
 def _open(connection: Any) -> None:
-    """Open a connection, unless it is, in the time that the call has."""
+    """Open a connection if necessary, in the time that the call has left."""
     if connection._sock is not None or (left := budgets.left()) == math.inf:
         connection.connect()
         return
     if not left:
         raise budgets.Over
     connecting, answering = connection.socket_connect_timeout, connection.socket_timeout
-    # Not put back where this fails: nobody uses such a connection again.
+    # Not restored after a failure, because such a connection is not used again.
     connection.socket_connect_timeout = min(left, connecting)
     # Amid the handshake of TLS, there is no socket yet that could be shut.
     connection.socket_timeout = min(left, answering)
@@ -199,15 +199,15 @@ def _open(connection: Any) -> None:
 
 
 def shut(wire: Any) -> None:
-    """End what another thread does with a socket; None: there is none."""
+    """Shut a socket down that another thread uses; None: there is none."""
     if wire is not None:
-        # An SSL socket's own method would change what that thread uses.
+        # The method of an SSL socket would change an attribute that the other thread uses.
         with suppress(OSError):
             socket.socket.shutdown(wire, socket.SHUT_RDWR)
 
 
 def _bound(connection: Any) -> bool:
-    """Let an answer come in the time that the call has; return whether that is a shorter one."""
+    """Limit the wait for an answer to what the call has left; return whether that is shorter."""
     left = budgets.left(usual := connection.socket_timeout)
     if not left:
         raise budgets.Over
@@ -217,7 +217,7 @@ def _bound(connection: Any) -> bool:
 
 
 def _is_elsewhere(pool: Any, connection: Any) -> bool:
-    """Whether, behind Sentinel, another connection has learnt that the primary is another one."""
+    """Whether, with Sentinel, another connection has found a new primary meanwhile."""
     primary = getattr(pool, "master_address", None)
     return primary is not None and (connection.host, connection.port) != tuple(primary)
 
@@ -235,7 +235,7 @@ def _has_ended(wire: Any) -> bool:
 
 
 def _is_of_replica(answer: Any) -> bool:
-    """Whether a read-only replica answered: the address may lead to its primary by now."""
+    """Whether a read-only replica answered; by now, the address may lead to the primary."""
     return isinstance(answer, exceptions.ResponseError) and "read only replica" in str(answer)
 
 
@@ -244,5 +244,5 @@ def _answer(connection: Any) -> Any:
         return connection.read_response()
     except exceptions.ResponseError as error:
         word, _, said = str(error).partition(" ")
-        # Without its frames, which would live until the garbage collector finds the circle.
+        # Without the traceback, whose frames would form a circle with the error.
         return _CLUSTER[word](said) if word in _CLUSTER else error.with_traceback(None)

@@ -1,4 +1,4 @@
-"""How Redis is asked: one script, many at once, or by walking through its keys."""
+"""Requests to Redis: one script, many at once, or a walk through its keys."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .cluster import ClusterLines
 from .lines import Call, ThreadLines, answered
 from .wakeups import Subscription, subscribed
 
-#: How many keys of the database a step of a walk looks at: well below a millisecond of the server.
+#: How many keys one step of a walk reads: the server needs well below a millisecond.
 STEP = 1000
 
-#: What becomes of bytes that are no text in the answer of a script: an escape is none of JSON's.
+#: How bytes that are not UTF-8 are decoded in a script's answer, so that it stays valid JSON.
 _IN_JSON = "replace"
 
 #: A cursor of `SCAN` has 64 bits.
@@ -36,7 +36,7 @@ _PLACE = re.compile(r"([^/]+)/(\d+)\.(\d+)\.(.*)", re.DOTALL)
 
 
 class Place(NamedTuple):
-    """How far a walk has come: a server, a step of its `SCAN` from a cursor to a cursor, a key."""
+    """The place where a walk has stopped: a server, a step of its `SCAN`, and a key."""
 
     server: str = ""
     scan: int = 0
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
     @classmethod
     def parsed(cls, place: str) -> Place:
-        """Return what `str` made a text of."""
+        """Parse the text that `str` returns."""
         found = _PLACE.fullmatch(place)
         if found is None or int(found[2]) > _MOST:
             raise InvalidArgument(f"{place!r} is not a cursor of this store.")
@@ -59,8 +59,8 @@ class RedisStore:
     """The connections of one process to one store.
 
     Args:
-        make: Makes a client; called once, and for a cluster once more in each child.
-        limit: How many connections are kept for the threads of the process.
+        make: Creates a client; called once, and for a cluster once more in each forked child.
+        limit: How many idle connections are kept.
     """
 
     def __init__(self, alias: str, make: Callable[[], Any], limit: int):
@@ -75,13 +75,13 @@ class RedisStore:
     def client(self) -> Any:
         """A client with the store's address: a `redis.Redis`, or a `redis.RedisCluster`."""
         if self._client is None:
-            # A cluster's connects when it is made, in the time that the project gives it.
+            # The client of a cluster connects at once, and may take as long as its settings allow.
             budgets.apart(self._make_client, f"distlock-{self._alias}-client")
         return self._client
 
     @property
     def is_cluster(self) -> bool:
-        """Whether keys are spread over several servers."""
+        """Whether this is a cluster, which spreads keys over several servers."""
         with self._asking():
             return isinstance(self.client, redis.RedisCluster)
 
@@ -91,7 +91,7 @@ class RedisStore:
             return text(lines.ask(call), _IN_JSON)
 
     def ask_all(self, calls: Sequence[Call]) -> list[str | LockError]:
-        """Call scripts in one round trip to each server; give answers, errors in their places."""
+        """Call scripts in one round trip to each server; return answers or errors, in order."""
         if not calls:
             return []
         with self._asking() as lines:
@@ -109,20 +109,19 @@ class RedisStore:
             return lines.command(*words)
 
     def of_each_server(self, *words: str) -> dict[str, Any]:
-        """Run a command on each server that has keys; give the answers by the server's name."""
+        """Run a command on each server that has keys; return the answers by the server's name."""
         with self._asking() as lines:
             return {each.name: each.command(*words) for each in lines.servers()}
 
     def live_records(
         self, line: ThreadLines, names: Sequence[str], again: Callable[[str], Record | None]
     ) -> list[Record | Unreadable | None]:
-        """Return what one server has of these records, in their order; None: nobody holds the key.
+        """Return the records of some keys on one server, in order; None: nobody holds the key.
 
-        By plain commands: a script for each takes far longer.
+        This uses plain commands, because a script for each record takes far longer.
 
         Args:
-            again: Reads one by itself that the server had no answer for: it has moved, or is
-                spoiled.
+            again: Reads a single record that could not be read here: it has moved, or is spoiled.
         """
         with self._asking():
             questions = [("TIME",), *(("HMGET", name, *FIELDS) for name in names)]
@@ -143,13 +142,13 @@ class RedisStore:
     def held_by(
         self, line: ThreadLines, names: Sequence[str], host: str | None, task_id: str | None
     ) -> list[bool]:
-        """Say of each of these records whether it may be this holder's; None: any."""
+        """Return for each record whether this holder may hold it; None: any holder."""
         with self._asking():
             answers = line.commands([("HGET", name, "holder") for name in names])
         return [_is_of(answer, host, task_id) for answer in answers]
 
     def waiting(self, line: ThreadLines, names: Sequence[str]) -> list[int]:
-        """Return how many wait by each of these notes; 0: also where somebody has spoiled them."""
+        """Return how many waiters each of these notes contains; 0 if it is spoiled."""
         if not names:
             return []
         with self._asking():
@@ -158,7 +157,7 @@ class RedisStore:
         return [each if isinstance(each, int) else 0 for each in answers]
 
     def values(self, line: ThreadLines, names: Sequence[str]) -> list[str]:
-        """Return the values that one server has under these names; "": none, or no text."""
+        """Return the values of these names on one server; "": there is none, or no text."""
         with self._asking():
             answers = line.commands([("GET", name) for name in names]) if names else []
         return [
@@ -166,9 +165,9 @@ class RedisStore:
         ]
 
     def sample(self, number: int, listing: str) -> Iterator[tuple[ThreadLines, list[str], float]]:
-        """Give about so many names of keys, by server, and for how many keys each of them stands.
+        """Yield a sample of names by server, and how many keys each name stands for.
 
-        A scan goes through a table of hashes, so what comes first is as good as any other part.
+        A scan walks a hash table, so its first part is a random sample.
         """
         with self._asking() as lines:
             servers = lines.servers()
@@ -187,7 +186,7 @@ class RedisStore:
     def _step(
         self, line: ThreadLines, cursor: int, pattern: str, listing: str | None, size: int
     ) -> tuple[int, list[str]]:
-        """Take a step of a scan; return the cursor of the next one, and names; see `walk`."""
+        """Make one step of a scan; return the next cursor, and names; see `walk`."""
         how = (str(cursor), "MATCH", pattern, "COUNT", str(size))
         if listing is None or self.is_cluster:
             following, found = line.command("SCAN", *how)
@@ -196,7 +195,7 @@ class RedisStore:
         return int(following), [text(each) for each in found[::2]]
 
     def subscribed(self, channel: str) -> Subscription:
-        """Subscribe to a channel, on a connection for that alone; see `wakeups.subscribed`."""
+        """Subscribe to a channel, on a connection of its own; see `wakeups.subscribed`."""
         with self._asking() as lines:
             return subscribed(lines, channel)
 
@@ -215,14 +214,14 @@ class RedisStore:
 
         Args:
             start: What all the keys start with.
-            pattern: What comes behind it, as `SCAN` takes it.
+            pattern: What comes after it, as `SCAN` takes it.
             place: Where to go on; None: from the start.
             room: Tells how many keys are taken at most before the caller goes on from a place.
             listing: The sorted set with the names, to go through where there is one: of a server,
                 and not of a cluster. It may name keys that are gone.
 
         Yields:
-            The connections to the server that has the keys, and what comes behind the start, each
+            The connections to the server that has the keys, and what comes after the start, each
             with the place before it.
         """
         pattern = escaped(start) + pattern

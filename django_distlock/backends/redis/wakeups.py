@@ -49,7 +49,7 @@ class Subscription:
         self._is_over = True
         # It ends what another thread hears.
         shut(self._connection._sock)
-        # Whoever hears closes it behind that: a number that is free may be another connection's.
+        # Whoever hears closes it after that: a number that is free may be another connection's.
         if self._using.acquire(blocking=False):
             try:
                 self._connection.disconnect()

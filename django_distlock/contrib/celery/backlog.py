@@ -1,8 +1,7 @@
-"""How many calls of a task wait behind a key at most, and what becomes of one too many.
+"""Limit how many calls of a task wait for a key (`max_queued`), and handle one too many.
 
-Each call takes a place until its body begins: one of so many permits of a key of its own. A place
-whose message is gone ends with its ttl. What asks a store raises `BackendUnavailable` where that
-does not answer.
+Each call takes a place, one of so many permits of a separate key, until its body begins. If its
+message is lost, the place ends with its ttl. Functions that use a store raise `BackendUnavailable`.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from .terms import Call, Terms
 
 logger = logging.getLogger("django_distlock")
 
-#: The header with the fence of the place that a call has; 0: it found none.
+#: The header with the fence of a call's place; 0: the backlog was full.
 PLACE: Final = "distlock_place"
-#: The code of the error of a call that found none.
+#: The code of the error if the backlog was full.
 FULL: Final = "backlog_full"
 
 
@@ -42,8 +41,8 @@ class Sending:
 
     Attributes:
         unique_ttl: Seconds that it keeps its place; None: those of the terms.
-        follows: Whether a worker sends it, where nobody would hear of an error.
-        is_awaited: Whether others wait for this very task.
+        follows: Whether a worker sends it, so that nobody would see an error.
+        is_awaited: Whether others wait for the result of this very task.
     """
 
     task: Any
@@ -57,7 +56,7 @@ class Sending:
     def without_store(
         self, error: BackendUnavailable, lock: JobLock, what: str, publish: Callable[[], Any]
     ) -> Any:
-        """Do what the terms say of a call where the store is unavailable; the log says `what`."""
+        """Handle a call by its terms while the store is unavailable; the log says `what`."""
         policy = where_unavailable(error, self.terms.on_unavailable or "raise")
         if policy == "run" or self.follows or (policy == "skip" and self.is_awaited):
             extra = log_fields("bypassed", backend=lock.backend, task=lock.task_id, error=error)
@@ -74,7 +73,7 @@ class Sending:
 
 
 def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **options: Any) -> Any:
-    """Queue a call in a place of the backlog, or do what the terms say where that is full."""
+    """Queue a call in a place of the backlog, or do what the terms say if that is full."""
     terms = sending.terms
     place = terms.place_of(sending.call, task_id)
     send = partial(send, task_id=task_id)
@@ -84,7 +83,7 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
         if not sending.is_awaited:
             raise
         if terms.on_full == "drop":
-            # It is sent, and skipped when it comes.
+            # It is sent all the same, and skipped by the worker.
             return send(**claims.with_claim(options, PLACE, 0, task_id))
         extra = log_fields("bypassed", backend=place.backend, task=task_id, error=error)
         logger.warning(
@@ -108,19 +107,19 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
 
 
 def is_replaced(place: JobLock, number: int) -> bool:
-    """Whether a call has nothing to do: it found no place, or a later one has its place."""
+    """Whether a call has nothing to do: it has no place, or a later call has taken it."""
     store = lock_backends[place.backend]
     return number == 0 or store.notes.get(_note(place.task_id)) == number
 
 
 def was_replaced(store: BaseLockBackend, claim: Record) -> bool:
-    """Whether a claim is that of a queued call whose place a later one has."""
+    """Whether a claim belongs to a queued call whose place a later call has taken."""
     holder = claim.holder
     return holder.is_queued and store.notes.get(_note(holder.task_id)) is not None
 
 
 def _take(place: JobLock, sending: Sending) -> tuple[claims.Claim, Record | None]:
-    """Take a place, and say whose it was."""
+    """Take a place; return it, and the record of the call that it was taken from, if any."""
     store, terms = lock_backends[place.backend], sending.terms
     reserve = partial(claims.reserve, place, terms, sending.delay, sending.unique_ttl)
     until = monotonic() + WAIT
@@ -145,13 +144,13 @@ def _take(place: JobLock, sending: Sending) -> tuple[claims.Claim, Record | None
             oldest = min(waiting, key=lambda each: each.fence)
             with suppress(LockNotAcquired):
                 return reserve(instead_of=oldest), oldest
-        # Others took a place at the same moment, gave it back, or took that of the same one.
+        # Other callers took or released a place at the same moment: look again.
         if monotonic() >= until:
             raise full
 
 
 def _note_replaced(store: BaseLockBackend, replaced: Record, terms: Terms) -> None:
-    """Let the call before do nothing; without the note it runs as well."""
+    """Note that the replaced call has nothing to do; without the note, it would run as well."""
     task_id = replaced.holder.task_id
     kept = claims.queue_ttl(terms, store.config.max_ttl, 0.0)
     try:

@@ -1,4 +1,4 @@
-"""What the leader among beats has sent, in the store of the locks."""
+"""Marks in the lock store that say when each entry of a beat schedule was sent last."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from ...process.host import current_holder
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds at most between two renewals of the marks: then those come back that the store has lost.
+#: Seconds at most between two renewals of the marks, which also restore lost ones.
 RENEW_EVERY: Final = 60.0
-#: By how much the clocks of a beat and of the store may differ before that is said.
+#: If the clocks of a beat and of the store differ by more, a warning is logged.
 APART: Final = timedelta(seconds=2)
 
 
 class Moved(Exception):
-    """Somebody else has moved the mark of an entry: look again whether it is due."""
+    """Another beat has moved the mark of an entry: check again whether it is due."""
 
 
 class NotNow(Exception):
-    """The mark cannot be moved at the moment: an operator paused it, or its record is busy."""
+    """The mark cannot be moved now: an operator has paused it, or its record is locked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What is known of an entry: when it was sent last, by whichever beat.
+    """When an entry was sent last, by any beat.
 
     Attributes:
-        grant: Of the mark's key. Whoever shows its token may move the mark.
-        sent_at: When the entry was sent last, by the clock of the beat that sent it; before that,
-            since when it counts. Aware.
-        made_at: When the mark was made, by the clock of this process, and never in its future. A
-            `sent_at` behind that comes from a clock that was ahead.
+        grant: The grant of the mark's key. Its token is needed to move the mark.
+        sent_at: When the entry was sent last, by the clock of the beat that sent it; if it never
+            was, the time from which it counts. Aware.
+        made_at: When the mark was made, by the clock of this process, and never in the future. A
+            later `sent_at` comes from a clock that was ahead.
     """
 
     grant: Grant
@@ -54,7 +54,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Doubt:
-    """What a mark said before moves that had no answer, and behind which nothing was sent."""
+    """The mark before moves that had no answer, after which nothing was sent."""
 
     sent_at: datetime
     runs: int
@@ -64,15 +64,14 @@ class _Doubt:
 class Marks:
     """The marks of all entries: a lease for each, which the leader renews and never releases.
 
-    To move a mark is to compare and swap: granted only to who shows the token that the mark had
-    when its time was read. So of all who found an entry due, one moves its mark, and sends it.
+    Moving a mark is a compare-and-swap: it needs the token that the mark had when its time was
+    read. So of all beats that find an entry due, one moves its mark and sends it.
 
-    Each question raises `BackendUnavailable` where the store is unavailable. Learn an entry again
-    then, and try again.
+    Methods raise `BackendUnavailable`. After that, learn the entry again and try again.
 
     Args:
-        store: Where they are kept. They end `MAX_TTL` after no leader knows their entry any more.
-        key: Of the leadership; the keys of the marks begin with it.
+        store: The store of the marks. A mark ends `MAX_TTL` after the last leader with its entry.
+        key: The key of the leadership, with which the keys of the marks begin.
     """
 
     def __init__(self, store: BaseLockBackend, key: str):
@@ -86,11 +85,11 @@ class Marks:
         self._told = False
 
     def get(self, name: str) -> Mark | None:
-        """Return what this process knows of an entry."""
+        """Return the mark of an entry, if this process knows it."""
         return self._known.get(name)
 
     def forget(self) -> None:
-        """Know nothing any more: others may have led meanwhile."""
+        """Forget all marks, because others may have led meanwhile."""
         self._known.clear()
         self._renew_at = 0.0
         self._ahead, self._told = None, False
@@ -117,11 +116,11 @@ class Marks:
                 return
 
     def move(self, name: str, sent_at: datetime) -> None:
-        """Mark an entry as sent now. Whoever returns from here sends it, and nobody else does.
+        """Mark an entry as sent now. The caller that returns from here sends it; no other does.
 
         Raises:
-            Moved: Somebody else has moved it.
-            NotNow: It cannot be moved at the moment.
+            Moved: Another beat has moved the mark.
+            NotNow: It cannot be moved now.
         """
         mark = self._known.pop(name, None)
         if mark is None:
@@ -146,14 +145,14 @@ class Marks:
         self._known[name] = Mark(answer, sent_at, runs, sent_at)
 
     def renew(self) -> None:
-        """Keep the marks of entries that are sent rarely, when it is time for it."""
+        """Renew the marks of entries that are sent rarely, if it is time for that."""
         if monotonic() < self._renew_at:
             return
         known = list(self._known.items())
         answers = self._store.extend_many([mark.grant for _, mark in known])
         for (name, mark), answer in zip(known, answers, strict=True):
             if answer is None:
-                # Lost by the store, or moved by another beat.
+                # The store has lost it, or another beat has moved it.
                 del self._known[name]
                 self.learn(name, mark.sent_at, mark.runs)
         self._renew_at = monotonic() + min(RENEW_EVERY, self._ttl / 8)
@@ -163,14 +162,13 @@ class Marks:
         now = _now()
         doubt = self._doubts.get(name)
         if doubt is not None and record.token in doubt.tokens:
-            # Moved by ourselves, without an answer, and so without a task.
+            # Moved by this process, without an answer, so the task was not sent.
             return Mark(grant, doubt.sent_at, doubt.runs, now)
         told = record.holder.metadata
         if "sent_at" not in told:
             return Mark(grant, since, runs, now)
         sent_at = datetime.fromisoformat(told["sent_at"])
-        # The store's clock has seen the mark being made. Where that is the clock of a host, it may
-        # have been ahead itself.
+        # The time comes from the store's clock, which may have been ahead if it is that of a host.
         made_at = min(record.acquired_at + self._own_lead(), now)
         if sent_at - made_at > APART and not self._told:
             self._told = True
@@ -186,9 +184,9 @@ class Marks:
         return Mark(grant, sent_at, int(told.get("runs", runs)), made_at)
 
     def _own_lead(self) -> timedelta:
-        """Return by how much this host's clock is ahead of the store's; asked once for each lead.
+        """Return by how much this host's clock is ahead of the store's; found once per leadership.
 
-        It is not too little: a mark that seems to be older than it is would be sent twice.
+        The value is never too small, because an entry whose mark looks too old would be sent twice.
         """
         if self._ahead is None:
             before, store, after = _now(), self._store.clock(), _now()
@@ -204,8 +202,7 @@ class Marks:
 
 
 def mark_key(key: str, name: object) -> str:
-    """Return the key of an entry's mark; a hash stands for a name that no key can have."""
-    # Without colons in the last part, no two pairs make one key.
+    """Return the key of an entry's mark; a name that cannot be in a key is hashed."""
     key = OWN_MARKER + key.removeprefix(OWN_MARKER)
     text = f"{key}:sent:{str(name).replace('%', '%25').replace(':', '%3A')}"
     with suppress(InvalidArgument):
@@ -221,6 +218,6 @@ def _now() -> datetime:
 
 
 def _nobody(sent_at: datetime, runs: int) -> Holder:
-    """Return the holder of a mark: no process, for it stays when the beat that made it ends."""
+    """Return the holder of a mark, which is no process, because the mark outlives its beat."""
     told = {"sent_at": sent_at.astimezone(UTC).isoformat(), "runs": runs}
     return replace(current_holder(told), pid=0, started_at=None, thread="")

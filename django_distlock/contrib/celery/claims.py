@@ -1,11 +1,10 @@
-"""What a task holds while it is queued: leases of no process, which a later run takes over.
+"""Claims: the leases of queued tasks, which belong to no process, and which the run takes over.
 
-Of many calls of a debounced task the last one's arguments run. Each call has a number, the fence of
-its claim. A counter of its own tells of the highest number, twice as much: even, its message is in
-the broker; odd, its run has begun. See docs/decisions/the-last-of-many-calls.md.
+Of many calls of a debounced task, the arguments of the last one run. The number of a call is the
+fence of its claim. A separate counter holds twice the highest number: even if its message is in the
+broker, and one more once its run has begun. See docs/decisions/the-last-of-many-calls.md.
 
-What asks a store raises `BackendUnavailable` where that does not answer, or a transaction is in the
-way.
+Functions that use a store raise `BackendUnavailable`, also if a transaction is in the way.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from .terms import Terms
 
 logger = logging.getLogger("django_distlock")
 
-#: What the counters are called. Nobody ever holds these keys.
+#: The prefix of the counters. These keys are never held.
 _PREFIX: Final = f"{OWN_MARKER}calls:"
-#: By token: what gives a claim back whose sender was interrupted before the message was sent.
+#: By token, a reference that releases the claim if its sender was interrupted.
 _unsent: dict[str, Gone] = {}
 
 
 class Claim:
-    """A claim of a call that is about to be queued. Given back if it is dropped before."""
+    """The claim of a call that is about to be queued. It is released if it is dropped before."""
 
     def __init__(self, lock: JobLock, grant: Grant):
         self.lock, self.grant = lock, grant
@@ -60,16 +59,16 @@ def reserve(
     unique_ttl: float | None,
     instead_of: Record | Grant | None = None,
 ) -> Claim:
-    """Take a claim for a call that is about to be queued: by `publish`.
+    """Acquire a claim for a call that is about to be queued by `publish`.
 
     Args:
         delay: Seconds until it may begin.
-        unique_ttl: Seconds that it keeps the claim behind those; None: what the terms say.
-        instead_of: The claim to take over; None: a free one.
+        unique_ttl: Seconds that it keeps the claim after the delay; None: those of the terms.
+        instead_of: The claim to replace; None: acquire a free one.
 
     Raises:
-        LockNotAcquired: It is taken, or the other one is gone.
-        LockError: A store whose leases no other process can take over.
+        LockNotAcquired: It is held, or the one to replace is gone.
+        LockError: Leases of this store cannot be taken over by another process.
     """
     store = lock_backends[lock.backend]
     lock = replace(
@@ -89,7 +88,7 @@ def reserve(
         lease = lock.acquire()
     try:
         if lease._holding.goes_on:
-            # The transaction has kept the lease of a run that has ended, and names that as holder.
+            # The transaction has kept the lease of a run that has ended, with that as its holder.
             ended, lease = lease, replace_one(lock, lease._holding.grant)
             ended._let_go()
         grant = lease._holding.grant
@@ -99,14 +98,14 @@ def reserve(
         lease.release()
         raise
     except BaseException:
-        # A signal raised, perhaps after the lease was let go. A transaction's stays with that.
+        # A signal's handler raised, maybe after `_let_go`. A transaction still keeps its own lease.
         if not lease._holding.goes_on:
             give_back(lock, lease._holding.grant)
         raise
 
 
 def replace_any(lock: JobLock) -> Lease:
-    """Take a claim, or take it over from the call before: of many, one is the last."""
+    """Acquire a claim, or replace that of the call before, so that one call is the last."""
     store = lock_backends[lock.backend]
     until = monotonic() + WAIT
     while True:
@@ -116,13 +115,13 @@ def replace_any(lock: JobLock) -> Lease:
         except LockNotAcquired:
             counter = store.counter(lock.key)
             is_paused = counter is not None and counter.paused_until is not None
-            # Unless it is, another caller had its turn.
+            # If the key is not paused, another caller was quicker.
             if is_paused or monotonic() >= until:
                 raise
 
 
 def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
-    """Take a key in the place of another lease; `LockNotAcquired`: that is gone."""
+    """Acquire a key by replacing a lease; `LockNotAcquired`: that lease is gone."""
     store = lock_backends[lock.backend]
     kept, token, permits = lock._terms(store), new_token(), checking.counted(lock)
     sent_at = store.monotonic()
@@ -142,7 +141,7 @@ def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
             )
             return lease_of(store, answer, sent_at, kept)
     except BaseException:
-        # The store may have granted it: the answer was lost, or a signal raised.
+        # It may have been granted: the answer was lost, or a signal's handler raised.
         at, shared = datetime.now(UTC), permits != 1
         release_unanswered(store, Grant(lock.key, token, 1, kept.ttl, at, None, shared=shared))
         raise
@@ -154,13 +153,13 @@ def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
 def with_claim(
     options: dict[str, Any], header: str, fence: int, task_id: str | None
 ) -> dict[str, Any]:
-    """Return the options of a message that has a claim, or a place: a header names its fence."""
+    """Return the options of a message with a claim or a place, whose fence is in a header."""
     headers = {**(options.get("headers") or {}), header: f"{fence:015d}", OF: task_id}
     return {**options, "headers": headers}
 
 
 def publish(send: Callable[..., Any], header: str, claim: Claim, options: dict[str, Any]) -> Any:
-    """Queue a task that has a claim; give the claim back if that fails."""
+    """Queue a task with a claim, which is released if that fails."""
     try:
         return send(**with_claim(options, header, claim.grant.fence, claim.lock.task_id))
     except BaseException:
@@ -176,7 +175,7 @@ def _give_up(lock: JobLock, grant: Grant) -> None:
 
 
 def give_back(lock: JobLock, grant: Grant) -> None:
-    """Give a claim back whose task was not queued."""
+    """Release the claim of a task that was not queued."""
     try:
         lock_backends[lock.backend].release(grant)
     except LockError as error:
@@ -187,7 +186,7 @@ def give_back(lock: JobLock, grant: Grant) -> None:
 
 
 def lease_of(store: BaseLockBackend, grant: Grant, sent_at: float, kept: Kept) -> Lease:
-    """Return the lease of a grant that was asked for at `sent_at`."""
+    """Return the lease of a grant whose request was sent at `sent_at`."""
     deadline = math.inf if grant.ttl is None else sent_at + grant.ttl
     waited = store.monotonic() - sent_at
     return Lease(store, Granted(grant, deadline, waited=waited), kept)
@@ -200,7 +199,7 @@ def queue_ttl(terms: Terms, longest: float, delay: float, unique_ttl: float | No
 
 
 def seconds_until(when: object) -> float:
-    """Return the seconds until a time; of a number, itself."""
+    """Return the seconds until a time; a number is returned as it is."""
     if isinstance(when, int | float):
         return float(when)
     if not when:
@@ -210,10 +209,10 @@ def seconds_until(when: object) -> float:
 
 
 def is_overtaken(lock: JobLock, grant: Grant) -> bool:
-    """Note that the message of a call is in the broker; say whether a later call has begun already.
+    """Note that the message of a call is in the broker; return whether a later call has begun.
 
-    Then that run may have begun before this call, whose message will give way to it: it has to be
-    sent again.
+    If so, that run may have begun before this call was made, and the message of this call would
+    give way to it. So the call has to be sent again.
     """
     store, name = lock_backends[lock.backend], _name(lock)
     if _raise(store, name, 2 * grant.fence):
@@ -221,17 +220,17 @@ def is_overtaken(lock: JobLock, grant: Grant) -> bool:
     newest = _newest(store, name)
     if newest % 2 == 0 or newest <= 2 * grant.fence + 1:
         return False
-    # A store that has lost its numbers, and not this counter, goes on above it.
+    # If the store has lost the fences but not this counter, later fences start above it.
     store.release(grant)
     store.raise_fences(newest // 2, key=lock.key)
     return True
 
 
 def is_replaced(lock: JobLock, number: int) -> bool:
-    """Whether a later call was sent, or has begun: this one has nothing to do."""
+    """Whether a later call was sent or has begun, so that this one has nothing to do."""
     store = lock_backends[lock.backend]
     record = store.read(lock.key)
-    # Nobody has called since, wherever an operator has raised the counters to.
+    # The claim is still that of this call, even if an operator has raised the counters.
     is_last = record is not None and record.fence == number
     return not is_last and _newest(store, _name(lock)) > 2 * number + 1
 
@@ -247,7 +246,7 @@ def begin(lock: JobLock, number: int) -> bool:
 
 
 def free(lock: JobLock, fence: int) -> None:
-    """Give back a claim that still has the fence of a message. What has changed hands stays."""
+    """Release a claim if it still has the fence of the message."""
     store = lock_backends[lock.backend]
     claims = (
         each
@@ -260,7 +259,7 @@ def free(lock: JobLock, fence: int) -> None:
 
 
 def release(store: BaseLockBackend, claim: Record) -> None:
-    """Give a claim back; see `free`."""
+    """Release a claim; see `free`."""
     if store.release(claim.grant) is UNKNOWN:
         raise BackendUnavailable(
             f"The claim {claim.key!r} was not released: a transaction has locked its row.",
@@ -269,7 +268,7 @@ def release(store: BaseLockBackend, claim: Record) -> None:
 
 
 def records_of(store: BaseLockBackend, key: str) -> Sequence[Record]:
-    """Return the records of all who hold a key."""
+    """Return the records of all holders of a key."""
     record = store.read(key)
     if record is None:
         return ()
@@ -286,9 +285,9 @@ def _newest(store: BaseLockBackend, name: str) -> int:
 
 
 def _raise(store: BaseLockBackend, name: str, to: int) -> bool:
-    """Raise a counter; say whether it was lower."""
+    """Raise a counter; return whether it was lower."""
     until = monotonic() + WAIT
-    # Callers that count at the same moment are in each other's way for one of them at a time.
+    # Callers at the same moment lock the counter one after the other.
     while (answer := store.raise_fences(to, key=name)).left and monotonic() < until:
         continue
     if answer.left:

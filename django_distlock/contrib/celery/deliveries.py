@@ -1,4 +1,4 @@
-"""One delivery of a task, as its headers and its request tell of it, and how it is queued again."""
+"""One delivery of a task, described by its headers and its request, and how it is queued again."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ logger = logging.getLogger("django_distlock")
 UNIQUE: Final = "distlock_unique"
 #: The fence of the lease that the sender of the task works under.
 LEASE: Final = "distlock_lease"
-#: How its arguments are written, where who sent it said so: Celery forgets it between two attempts.
+#: The serializer that its sender chose, because Celery forgets that between two attempts.
 SERIALIZER: Final = "distlock_serializer"
-#: Until when a task that did not get its lock is queued again, in seconds since 1970.
+#: Until when a task without its lock is queued again, in seconds since 1970.
 UNTIL: Final = "distlock_until"
-#: How often that was done.
+#: How often it was queued again.
 TIMES: Final = "distlock_times"
-#: The key that it waits for in its queue, and the note by which people see that.
+#: The key that it waits for in its queue, and the note of that wait in the store.
 WAITS: Final = "distlock_waits"
-#: Of which attempt they tell: the number of retries.
+#: The attempt that these headers are about: the number of retries.
 ATTEMPT: Final = "distlock_attempt"
-#: Whether the same delivery was seen running.
+#: Whether the delivery before was still running.
 AGAIN: Final = "distlock_again"
 
-#: Seconds that a task waits in its queue at least. Celery stores the state RETRY after the message
-#: is sent. If the next run has ended by then, RETRY overwrites its result.
+#: The shortest wait in a queue, in seconds. Celery stores the state RETRY after it has sent the
+#: message. If the next run has ended by then, RETRY overwrites its result.
 _STORED_WITHIN: Final = 0.1
 
-#: The id of the task that all of them are about: it may send others with its own headers.
+#: The id of the task that these headers are about, because it may send others with its own headers.
 OF: Final = "distlock_of"
 
 _OURS: Final = frozenset((UNTIL, TIMES, ATTEMPT, AGAIN, WAITS, "redelivered"))
-#: What RabbitMQ writes of a message that it delayed: sent again with that, it may be thrown away.
+#: Headers that RabbitMQ adds to a delayed message; sent again with them, it may be dropped.
 _DEATHS: Final = ("x-death", "x-first-death-", "x-last-death-")
 
 
 class HandedBack(Reject, Ignore):  # type: ignore[misc]
-    """A message that the broker delivers again; `autoretry_for` lets what is ignored pass."""
+    """Makes the broker deliver a message again; as an `Ignore`, `autoretry_for` lets it pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Delivery:
     """A task that was delivered, or called.
 
     Attributes:
-        task: The task; None: the function was called, and no task.
-        request: Its request; None: the same, or the task was called in its own body.
+        task: The task; None: the function was called directly.
+        request: Its request; None: the function or the task was called directly.
     """
 
     task: Any
@@ -74,7 +74,7 @@ class Delivery:
 
     @classmethod
     def of(cls, terms: Terms, function: Callable[..., Any], args: Any, kwargs: Any) -> Delivery:
-        """Return what is being run by a call of a locked function."""
+        """Return the delivery that a call of a locked function belongs to."""
         is_bound = bool(args) and isinstance(args[0], Task)
         task = args[0] if is_bound else get_current_task()
         if not is_bound and terms_of(task) is not terms:
@@ -82,14 +82,14 @@ class Delivery:
         name = f"{function.__module__}.{function.__qualname__}" if task is None else task.name
         request = None if task is None else traced(task)
         if run_of(request) is not None:
-            # A plain call, in the task's own body. Celery takes what it copied for a header.
+            # A plain call, in the task's own body. Celery has copied this attribute as a header.
             (task.request.headers or {}).pop("distlock_run", None)
             request = None
         return cls(task, request, Call(name, tuple(args), kwargs, is_bound))
 
     @property
     def is_traced(self) -> bool:
-        """Whether Celery runs it, in a worker or eagerly: its end is told by a signal."""
+        """Whether Celery runs it, in a worker or eagerly, and so sends a signal at its end."""
         return self.request is not None and not self.request.called_directly
 
     @property
@@ -104,22 +104,22 @@ class Delivery:
 
     @property
     def label(self) -> str:
-        """What messages call it: its id, or the name of what was called."""
+        """Its name in messages: the id of the task, or the name of the function."""
         return self.id or self.call.task
 
     @property
     def note(self) -> str:
-        """The name of the note that it is finished: each retry and replacement has its own."""
+        """The name of the note that it is finished; each retry and replacement has its own."""
         return f"celery:{self.id}:{self.request.replaced_task_nesting}:{self.request.retries}"
 
     @property
     def is_acked_late(self) -> bool:
-        """Whether it may be delivered again after it was begun."""
+        """Whether it may be delivered again after it has started."""
         return self.is_queued and bool(self.task.acks_late)
 
     @property
     def was_seen_running(self) -> bool:
-        """Whether the one before it was running when this one came."""
+        """Whether the delivery before was running when this one arrived."""
         return bool(self._of_this_attempt(AGAIN))
 
     @property
@@ -137,13 +137,13 @@ class Delivery:
 
     @property
     def until(self) -> float | None:
-        """Until when it is queued again, in seconds since 1970; None: not said yet."""
+        """Until when it is queued again, in seconds since 1970; None: not decided yet."""
         until = self._of_this_attempt(UNTIL)
         return None if until is None else float(until)
 
     @property
     def waits(self) -> tuple[str, str] | None:
-        """The key that it waited for in its queue, and the note about that; None: none."""
+        """The key that it waited for in its queue, and the note of that wait; None: none."""
         waits = self._of_this_attempt(WAITS)
         return None if waits is None else (str(waits[0]), str(waits[1]))
 
@@ -152,7 +152,7 @@ class Delivery:
         return headers_of(self.request).get(name) if self.is_traced else None
 
     def _of_this_attempt(self, name: str) -> Any:
-        # A retry of the task's own takes headers along that are about the attempt before.
+        # A retry by the task itself copies the headers of the attempt before.
         if self.header(ATTEMPT) != (self.request.retries if self.is_traced else None):
             return None
         return self.header(name)
@@ -175,7 +175,7 @@ def headers_of(request: Any) -> dict[str, Any]:
 
 
 def own_headers(headers: Mapping[str, Any] | None, task_id: str | None) -> dict[str, Any]:
-    """Return headers without those of this library that are about another task."""
+    """Return headers without those of this package that are about another task."""
     is_own = (headers or {}).get(OF, task_id) == task_id
     return {
         name: value
@@ -185,7 +185,7 @@ def own_headers(headers: Mapping[str, Any] | None, task_id: str | None) -> dict[
 
 
 def kept_headers(request: Any) -> dict[str, Any]:
-    """Return those that the next attempt takes along."""
+    """Return the headers for the next attempt."""
     return {
         name: value
         for name, value in headers_of(request).items()
@@ -194,15 +194,15 @@ def kept_headers(request: Any) -> dict[str, Any]:
 
 
 def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
-    """Queue the task again, as the same one, and return what its run ends with.
+    """Queue the same task again, and return the exception that ends this run.
 
-    It does not count as a retry: `max_retries` is about what the task itself tries.
+    It does not count as a retry, because `max_retries` is about the task's own retries.
 
     Raises:
-        LockNotAcquired: `max_wait` is over, or its pauses are.
-        BackendUnavailable: The same, where the store is unavailable.
-        EncodeError: Its arguments came by a serializer that the task does not use itself.
-        Reject: It could not be sent: the broker delivers it again.
+        LockNotAcquired: `max_wait` is over, or no pause is left.
+        BackendUnavailable: The same, while the store is unavailable.
+        EncodeError: Its arguments came in a format that the task does not use itself.
+        Reject: It could not be sent, so the broker delivers it again.
     """
     at = time.time()
     until = delivery.until
@@ -243,15 +243,15 @@ def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired
 
 
 def forget_wait(alias: str, waits: tuple[str, str] | None) -> None:
-    """Let nobody see any more that a task waits in its queue: it runs, or has ended."""
+    """Remove the note that a task waits in its queue: it runs, or has ended."""
     if waits is not None:
-        # Left there, the note ends by itself. That of another kind of store is no number.
+        # Otherwise the note expires. One of another kind of store may not be a number.
         with suppress(LockError, ValueError):
             lock_backends[alias].waiters.drop(*waits)
 
 
 def _note(delivery: Delivery, rules: Rules, error: Refusal, pause: float) -> tuple[str, str] | None:
-    """Let people see that the task waits in its queue; return what it is forgotten by."""
+    """Note that the task waits in its queue; return the arguments of `forget_wait`."""
     waits, alias = delivery.waits, rules.lock.backend
     if error.key is None or isinstance(error, BackendUnavailable):
         return waits
@@ -260,7 +260,7 @@ def _note(delivery: Delivery, rules: Rules, error: Refusal, pause: float) -> tup
         waits = None
     holder = replace(current_holder().as_queued(), task_id=delivery.id)
     earlier = None if waits is None else waits[1]
-    # No decision rests on it.
+    # No decision depends on the note.
     with suppress(LockError, ValueError):
         note = lock_backends[alias].waiters.note(error.key, holder, pause + NOTE_LIVES, earlier)
         return None if note is None else (error.key, note)
@@ -268,9 +268,9 @@ def _note(delivery: Delivery, rules: Rules, error: Refusal, pause: float) -> tup
 
 
 def _kept(delivery: Delivery, pause: float) -> float:
-    """Return a pause that the broker can keep, before it delivers the message a second time."""
+    """Return a pause that is short enough for the broker's redelivery of messages."""
     app = delivery.task.app
-    # Beside a quorum queue it is RabbitMQ that waits, and Celery refuses less than a second.
+    # With quorum queues, RabbitMQ delays messages, and Celery allows no less than a second.
     arguments = [each.queue_arguments or {} for each in app.amqp.queues.values()]
     if any(each.get("x-queue-type") == "quorum" for each in arguments):
         pause = max(pause, 1.0)

@@ -1,6 +1,6 @@
-"""How the parent of a worker's processes ends what a dead one of them held.
+"""Release the leases of dead worker processes, in their parent.
 
-A child that is killed runs no `finally`. Its parent hears of it, by methods of the request: see
+A child that is killed runs no `finally`. Its parent learns of that by methods of the request: see
 docs/decisions/a-dead-child-is-ended-by-its-parent.md.
 """
 
@@ -38,23 +38,23 @@ logger = logging.getLogger("django_distlock")
 
 #: Seconds that the worker waits for a store before it goes on.
 _PATIENCE: Final = 2.0
-#: A dead child is gone for the kernel a moment after its parent was told.
+#: Seconds until the kernel has removed a dead child, after its parent was told.
 _REAPED: Final = 0.5
 
 
 class EndsTheDead:
-    """What is added to the requests of locked tasks, in the parent of those that run them."""
+    """A mixin for the requests of locked tasks, in the parent of the processes that run them."""
 
     __slots__ = ()
 
     def on_timeout(self, soft: bool, timeout: Any) -> Any:
-        """End the lease when the child is dead: behind this, it is killed."""
+        """Release the lease when the child is dead, which is killed after this."""
         if not soft:
             end(self, at_once=False)
         return super().on_timeout(soft, timeout)  # type: ignore[misc]
 
     def terminate(self, pool: Any, signal: Any = None) -> Any:
-        """End the lease if the child dies of its signal."""
+        """Release the lease if the child dies by the signal."""
         try:
             return super().terminate(pool, signal)  # type: ignore[misc]
         finally:
@@ -68,19 +68,19 @@ class EndsTheDead:
             _end_started(self)
 
     def _announce_revoked(self, reason: Any, terminated: bool, *args: Any) -> None:
-        """Free the claims first: who sees that it was revoked may send it again at once."""
+        """Release the claims first: a client that sees REVOKED may send it again at once."""
         if not terminated:
             _free_claims_soon(self)
         super()._announce_revoked(reason, terminated, *args)  # type: ignore[misc]
 
     def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
-        """End the lease of a child that is dead, before its task is delivered again."""
+        """Release the lease of a dead child before its task is delivered again."""
         error = getattr(exc_info, "exception", None)
         error = getattr(error, "exc", error)
         if isinstance(error, (WorkerLostError, Terminated, SystemExit, KeyboardInterrupt)):
             end(self, at_once=True)
         elif isinstance(error, TimeLimitExceeded):
-            # What had not begun by then leaves its claims, unless it comes again.
+            # If the body had not begun, the claims are left, unless it is delivered again.
             task = self.task  # type: ignore[attr-defined]
             if not task.acks_late or getattr(task, "acks_on_timeout", True):
                 _free_claims_soon(self)
@@ -88,26 +88,25 @@ class EndsTheDead:
 
 
 def end(request: Any, *, at_once: bool) -> None:
-    """End what a task holds whose process is dead, as soon as that can be seen.
+    """Release the leases of a task whose process is dead, as soon as that can be seen.
 
-    Never raises: the worker goes on, and the lease ends by its ttl. So does that of a process that
-    lives on, which goes on to renew it.
+    This never raises. At worst the lease expires, or is renewed if the process lives on.
 
     Args:
-        at_once: Whether the process is said to be dead: then the worker waits until its leases are
-            ended. Else it is watched for the grace of the terms.
+        at_once: Whether the process is reported as dead. Then the worker waits until its leases are
+            released. Otherwise the process is watched for the grace of the terms.
     """
     terms = terms_of(request.task)
     if terms is None:
         return
     store = lock_backends[terms.backend]
     if not (store.distributed and store.supports_ttl):
-        return  # A session ends with its process; memory is the child's own.
+        return  # Session locks end with the process, and locks in memory are the child's own.
     _do(store, partial(_end_all, store, terms, request, at_once=at_once))
 
 
 def watch(sender: Any = None, **_: Any) -> None:
-    """Let the requests of locked tasks end what the dead hold."""
+    """Add `EndsTheDead` to the requests of locked tasks."""
     for task in sender.app.tasks.values():
         if terms_of(task) is None:
             continue
@@ -117,12 +116,9 @@ def watch(sender: Any = None, **_: Any) -> None:
 
 
 def leaving(**_: Any) -> None:
-    """Release what a process of a pool holds, and write what it has to tell.
-
-    Billiard ends it without `atexit`.
-    """
+    """Release the leases of a pool's process, and write its events: billiard runs no `atexit`."""
     held_here.release_all()
-    # Celery's app imports this before the models can be.
+    # Imported here, because Celery's app imports this module before models can be imported.
     from ...process import event_log
 
     event_log.finish()
@@ -135,7 +131,7 @@ def _free_claims_soon(request: Any) -> None:
 
 
 def free_claims(task: Any, request: Any) -> None:
-    """Let a task be queued again that is over, and has taken nothing over from the queue."""
+    """Release the claims of a task that is over and has not taken them over."""
     terms, fences = terms_of(task), _claims_of(request)
     if terms is None or not fences:
         return
@@ -152,7 +148,7 @@ def _end_started(request: Any) -> None:
 
 def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: bool) -> None:
     ours, task = current_holder(), request.task
-    # Whether the broker does not deliver it again.
+    # True if the broker does not deliver it again.
     is_over = not (task.acks_late and task.reject_on_worker_lost)
     living = []
     for record in _held(store, terms, task, request):
@@ -166,13 +162,13 @@ def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: boo
         if (holder.host, holder.boot_id) != (ours.host, ours.boot_id) or record.is_settled:
             continue
         if holder.pid == os.getpid() or request.worker_pid not in (None, holder.pid):
-            continue  # Another delivery of the same task, or no child at all.
+            continue  # Another delivery of the same task, or not a child of this process.
         if _is_dead(record, _REAPED if at_once else 0.0):
             _release(store, terms, record, request)
         else:
             living.append(record)
     if living:
-        # Not on a thread of the store, which others need meanwhile.
+        # In a new thread, because other calls need the threads of the store.
         watch = partial(_watch_over, store, terms, request, living)
         start_thread(threading.Thread(target=watch, name="distlock-endings", daemon=True))
 
@@ -180,11 +176,11 @@ def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: boo
 def _watch_over(
     store: BaseLockBackend, terms: Terms, request: Any, records: Sequence[Record]
 ) -> None:
-    """Release what a process holds if it dies within the grace."""
+    """Release the leases of a process if it dies within the grace."""
     until = time.monotonic() + terms.grace
     for record in records:
         if _is_dead(record, until - time.monotonic()):
-            # Whatever has become of the key by now: only this token's lease is released.
+            # Only the lease with this token is released, whoever holds the key by now.
             _do(store, partial(_release, store, terms, record, request))
             continue
         text = "%r stays held: the process of its task %s was terminated but still runs"
@@ -192,7 +188,7 @@ def _watch_over(
 
 
 def _held(store: BaseLockBackend, terms: Terms, task: Any, request: Any) -> Iterator[Record]:
-    """Give what a task holds."""
+    """Yield the records of a task's leases and claims."""
     locks = _locks_of(terms, task, request)
     for lock in locks or ():
         for record in claims.records_of(store, lock.key):
@@ -203,11 +199,11 @@ def _held(store: BaseLockBackend, terms: Terms, task: Any, request: Any) -> Iter
 
 
 def _locks_of(terms: Terms, task: Any, request: Any) -> list[JobLock] | None:
-    """Return what a task may hold; None: its keys are not known here."""
+    """Return the locks that a task may hold; None: its keys are unknown here."""
     keys = [*(each for each, _ in terms.locks), *([terms.unique] if terms.unique else [])]
     body = getattr(task, "_orig_run", task.run)
-    # Code of the project makes a key, or counts its holders, only where the task runs, as does what
-    # wraps its body: with pydantic=True its arguments are others than those of the message.
+    # Code of the project, for a key or its permits, runs only in the task's process. So does what
+    # wraps its body: with pydantic=True, the arguments differ from those in the message.
     is_wrapped = hasattr(getattr(body, "__wrapped__", None), "distlock_terms")
     counts = [terms.rules.lock.permits, *(permits for _, permits in terms.locks)]
     if is_wrapped or any(map(callable, counts)) or not all(each.is_plain for each in keys):
@@ -218,12 +214,12 @@ def _locks_of(terms: Terms, task: Any, request: Any) -> list[JobLock] | None:
         if terms.max_queued:
             locks.append(terms.place_of(call, request.id))
     except (InvalidArgument, TypeError, AttributeError, LookupError):
-        return None  # After their transport its arguments make no key.
+        return None  # The arguments in the message make no key.
     return [each for each in locks if each is not None]
 
 
 def _claims_of(request: Any) -> set[str]:
-    """Return the fences by which a message kept others from being queued."""
+    """Return the fences of a message's claims."""
     headers = own_headers(getattr(request, "request_dict", None) or request.headers, request.id)
     return {headers[name] for name in (UNIQUE, PLACE) if name in headers}
 
@@ -263,7 +259,7 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
 
 
 def _warn(event: str, text: str, store: BaseLockBackend, record: Record, request: Any) -> None:
-    """Log what becomes of a key; the text takes it, and the id of its task."""
+    """Log what was done with a key; the text has placeholders for it and the task's id."""
     extra = log_fields(
         event,
         backend=store.alias,
@@ -276,7 +272,7 @@ def _warn(event: str, text: str, store: BaseLockBackend, record: Record, request
 
 
 def _do(store: BaseLockBackend, operation: Callable[[], None]) -> None:
-    """Ask a store in a thread of its own: the worker must not hang where the store does."""
+    """Use a store in a new thread, so that the worker does not hang with the store."""
     done = Bell()
 
     def attempt() -> None:

@@ -1,6 +1,6 @@
-"""What tasks that are over leave to do while a store is away: done when it is back.
+"""Work that finished tasks leave while a store is unavailable, done when it is available again.
 
-Unique keys are given back, and tasks that failed are listed.
+Unique keys are released, and failed tasks are stored.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ logger = logging.getLogger("django_distlock")
 
 #: The pauses between two attempts.
 PAUSES: Final = Retry(delay=0.5, factor=2.0, cap=15.0)
-#: What may be left at once: what comes behind it is told, and given up.
+#: How much may be left at once; more is logged and given up.
 MOST: Final = 10_000
 
 
 class Words(NamedTuple):
-    """What the log says: the event, and its texts for what is tried again, and what is given up."""
+    """The event of a log record, and its texts for another attempt and for giving up."""
 
     event: str
     later: str
@@ -40,10 +40,10 @@ _KEY: Final = Words(
 
 
 def free(release: Callable[[], object], backend: str, key: str, words: Words = _KEY) -> None:
-    """Give a key back: now, or as soon as the store answers and this process still lives.
+    """Release a key now, or as soon as the store is available, if this process still lives.
 
     Args:
-        release: Gives it back, or finds that this is over. It may be called again, elsewhere.
+        release: Releases it, or finds that somebody did. It may be called again, in another thread.
     """
     leftover = _Leftover(backend, key, release, words)
     if not leftover.is_done():
@@ -60,7 +60,7 @@ class _Leftover:
     words: Words
 
     def is_done(self) -> bool:
-        """Try once. What fails for another reason than a store that is away is over."""
+        """Make one attempt. It is over unless the store is unavailable."""
         try:
             self.release()
         except BackendUnavailable as error:
@@ -71,13 +71,13 @@ class _Leftover:
         return True
 
     def log(self, level: int, text: str, error: LockError) -> None:
-        """Tell why it is not done."""
+        """Log why it is not done."""
         extra = log_fields(self.words.event, backend=self.alias, key=self.key, error=error)
         logger.log(level, text, self.key, error, extra=extra)
 
 
 class _Leftovers(TimerThread[_Leftover]):
-    """Tries again what is left, all of it at one time, until it is done."""
+    """Repeats all attempts, at the same time, until they succeed."""
 
     linger = 0.0
     _again_at = 0.0
@@ -87,7 +87,7 @@ class _Leftovers(TimerThread[_Leftover]):
         super().__init__("distlock-leftovers", lambda _each: self._again_at, monotonic)
 
     def put(self, leftover: _Leftover) -> None:
-        """Try again until it is done."""
+        """Repeat attempts until it is done."""
         if len(self._leases) >= MOST:
             full = LockError(f"{MOST} others wait for it")
             leftover.log(logging.ERROR, leftover.words.never, full)
@@ -106,7 +106,7 @@ class _Leftovers(TimerThread[_Leftover]):
         silent: set[str] = set()
         try:
             for each in self.all():
-                # One question in each round to a store that is away: others wait for an answer.
+                # One request per round to an unavailable store, because others wait for theirs.
                 if each.alias not in silent and each.is_done():
                     self.discard(each)
                 else:

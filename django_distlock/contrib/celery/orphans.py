@@ -1,4 +1,4 @@
-"""Unique keys of tasks that nobody has any more: neither the broker, nor a worker."""
+"""Find unique keys of tasks that neither the broker nor a worker has any more."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ...core.keys import UNIQUE_PREFIX
 from ...core.records import Record
 from ...process.host import is_gone
 
-#: Messages or ids that are asked for at once.
+#: How many messages or ids are read at once.
 _PAGE: Final = 1000
-#: Seconds in which a broker is reached.
+#: Seconds to wait for a connection to the broker.
 _CONNECT: Final = 5.0
-#: Where RabbitMQ has tasks with a countdown, if Celery's queues there are quorum queues.
+#: The queues in which RabbitMQ delays tasks with a countdown, if Celery's are quorum queues.
 _DELAYED: Final = frozenset(f"celery_delayed_{level}" for level in range(28))
 
 
 class Unseen(LockError):
-    """The broker shows too little to tell which tasks it has."""
+    """The broker does not show which tasks it has."""
 
     code = "unsupported"
 
 
 def candidates(store: BaseLockBackend, older_than: float) -> list[Record]:
-    """Return the unique keys that no process holds: of queued tasks, of retries, and of the dead.
+    """Return the unique keys that no process holds: of queued tasks, retries and dead processes.
 
     Args:
-        older_than: Seconds since they were taken, by the store's clock. A task whose sender has
-            its key, and has not sent it yet, is not in the broker either.
+        older_than: Only keys held for so many seconds, by the store's clock, because a sender
+            acquires the key before it sends the task.
     """
     since = store.clock() - timedelta(seconds=older_than)
     found: dict[str, Record] = {}
@@ -49,11 +49,11 @@ def candidates(store: BaseLockBackend, older_than: float) -> list[Record]:
 
 
 def missing(app: Any, ids: Iterable[str], queues: Iterable[str], patience: float) -> set[str]:
-    """Return the ids of those tasks that nobody has.
+    """Return the ids of the tasks that neither the broker nor a worker has.
 
     Args:
-        queues: What is looked at besides the queues that app, workers and broker know.
-        patience: Seconds that workers have to answer.
+        queues: More queues to search, besides those that the app, workers and broker know.
+        patience: Seconds to wait for answers of workers.
     """
     left = set(ids)
     if not left:
@@ -69,7 +69,7 @@ def missing(app: Any, ids: Iterable[str], queues: Iterable[str], patience: float
         left -= look(app, connection, names, patience)
         left -= _in_workers(app, left, patience)
         if kind == "redis":
-            # From a worker that ended meanwhile, a message has gone back to its queue.
+            # Once more, because the messages of a worker that has ended go back to their queue.
             left -= look(app, connection, names, patience)
         return left
 
@@ -92,21 +92,21 @@ def _in_redis(app: Any, connection: Any, names: set[str], patience: float) -> se
     from redis import Redis
 
     channel = connection.default_channel
-    # Celery's own client puts its prefix before the keys of some commands only.
+    # Celery's own client adds its prefix to the keys of only some commands.
     client = Redis(connection_pool=channel.pool)
     prefix = channel.global_keyprefix or ""
     found: set[str] = set()
     for name in names | _bound(channel, client, prefix):
         for step in channel.priority_steps:
             found |= _listed(client, prefix + channel._q_for_pri(name, step))
-    # Behind the queues: what is taken from one is noted here.
+    # After the queues: what is taken from one is noted here.
     for _, held in client.hscan_iter(prefix + channel.unacked_key, count=_PAGE):
         found |= _id_of(json.loads(held)[0])
     return found
 
 
 def _bound(channel: Any, client: Any, prefix: str) -> set[str]:
-    """Return the queues that were ever sent to."""
+    """Return all queues that messages were ever sent to."""
     names: set[str] = set()
     for key in client.scan_iter(prefix + channel.keyprefix_queue % "*", count=_PAGE):
         names |= {each.decode().rpartition(channel.sep)[2] for each in client.smembers(key)}
@@ -116,7 +116,7 @@ def _bound(channel: Any, client: Any, prefix: str) -> set[str]:
 def _listed(client: Any, key: str) -> set[str]:
     found: set[str] = set()
     start = 0
-    # From the side where messages come in: what others add or take meanwhile hides none.
+    # From the end where messages are added, so that changes meanwhile hide none.
     while page := client.lrange(key, start, start + _PAGE - 1):
         for message in page:
             found |= _id_of(json.loads(message))
@@ -134,12 +134,12 @@ def _id_of(message: Any) -> set[str]:
 
 
 def _in_amqp(app: Any, connection: Any, names: set[str], patience: float) -> set[str]:
-    """Return nothing, where the queues are empty and all that consume them can be asked.
+    """Return no ids if the queues are empty and all of their consumers can be asked.
 
-    To read messages would be to take them, and to give them back as delivered once more.
+    Messages are not read, because that would take them and put them back as redelivered.
 
     Raises:
-        Unseen: Some queue is not empty, or somebody who consumes it does not answer.
+        Unseen: A queue is not empty, or one of its consumers does not answer.
     """
     consumed = app.control.inspect(timeout=patience).active_queues() or {}
     asked = [each["name"] for queues in consumed.values() for each in queues]
@@ -161,7 +161,7 @@ def _in_amqp(app: Any, connection: Any, names: set[str], patience: float) -> set
 
 
 def _declared(connection: Any, name: str) -> Any:
-    """Return what a queue says of itself; None: there is no such queue."""
+    """Return the state of a queue; None: there is no such queue."""
     channel = connection.channel()
     try:
         return channel.queue_declare(queue=name, passive=True)
@@ -170,7 +170,7 @@ def _declared(connection: Any, name: str) -> Any:
             raise
         return None
     finally:
-        # The server has closed one that asked for what there is not.
+        # The server closes a channel that has asked for a missing queue.
         if channel.is_open:
             channel.close()
 
@@ -179,7 +179,7 @@ def _declared(connection: Any, name: str) -> Any:
 
 
 def _in_workers(app: Any, ids: set[str], patience: float) -> set[str]:
-    """Return those that workers have fetched, and run, or keep for later."""
+    """Return the ids of tasks that workers have fetched: running, or waiting for their time."""
     ask = app.control.inspect(timeout=patience)
     found: set[str] = set()
     for entries in (ask.scheduled() or {}).values():

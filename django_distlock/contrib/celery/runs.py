@@ -41,7 +41,7 @@ from .terms import Call, Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds that the note of a run may come behind the release of its lock.
+#: Seconds that the note of a run may come after the release of its lock.
 _SETTLING: Final = 2.0
 #: What no message of a task comes behind.
 _OVER: Final = (states.SUCCESS, states.FAILURE, states.IGNORED)
@@ -244,7 +244,7 @@ class Run:
             self._refuse_beside_itself(lease)
         except LockNotAcquired as error:
             # Who has one of several permits leaves the others: nothing has to be taken over. What
-            # is kept behind a release has no holder that could be dead.
+            # is kept after a release has no holder that could be dead.
             may_be_stolen = not (lock.shared or lock.permits != 1 or lock.hold or lock.min_hold)
             holder = error.holder if may_be_stolen and self._is_by_itself(error) else None
             if holder is None or not is_gone(holder):

@@ -201,7 +201,7 @@ class OneLeader:
         made_at = mark.made_at.astimezone(zone)
         if isinstance(entry.schedule, interval):
             return made_at
-        # The clock of who sent it was ahead, so it was sent for the first tick behind that: a
+        # The clock of who sent it was ahead, so it was sent for the first tick after that: a
         # nightly job which ran five minutes early is not run again. Later ticks are not waived.
         # The time is read last, so that this is not a moment before the tick.
         left = entry.schedule.remaining_estimate(made_at)
@@ -263,7 +263,7 @@ def __getattr__(name: str) -> Any:
 def _reserve_numbers() -> None:
     """Let no file or socket of ours have a number that one of the worker's had.
 
-    In a beat that `celery worker -B` forks, Celery closes what was inherited by its number, behind
+    In a beat that `celery worker -B` forks, Celery closes what was inherited by its number, after
     the back of the objects that own it. The garbage collector closes these numbers once more, and
     that would be our connection to the store, which then waits for an answer for ever.
     """

@@ -58,7 +58,7 @@ def locked_task(  # noqa: PLR0913 - each says one thing, by name
         unique: The same for what is queued or running, once at most. Needs
             `@shared_task(base=LockedTask)`; a further `delay()` returns the result of the first.
         unique_until: Until when `unique` keeps others from being queued. "done", or None: the
-            result is stored. "start": its body begins; what is queued meanwhile runs behind it,
+            result is stored. "start": its body begins; what is queued meanwhile runs after it,
             by `lock`, or by a key of its own.
         debounce: Seconds (or a `timedelta`), from 1, by which a call of a `unique` task is put
             off. Of the calls that have not begun the last one's arguments run, once; that of the
@@ -166,7 +166,7 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
 
         Args:
             unique_ttl: Seconds (or a `timedelta`) that this one keeps its `unique` key, or its
-                place among `max_queued`, without being started, behind its `countdown` or `eta`;
+                place among `max_queued`, without being started, after its `countdown` or `eta`;
                 None: those of `locked_task`. In a signature that is sent, as one of a chain is,
                 seconds alone.
 

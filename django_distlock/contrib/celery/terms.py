@@ -1,4 +1,4 @@
-"""What a task's decorator was told."""
+"""The arguments of a task's decorator."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from ..jobs import RETRY, JobLock, Limit, OnConflict, OnUnavailable, Rules, limi
 Unavailable: TypeAlias = OnUnavailable | Literal["retry"]
 #: Makes a key: a template, a function of the call's arguments, or True for all of them.
 KeyOf = str | Callable[..., str] | bool
-#: Until when a task keeps others like it from being queued.
+#: Until when a unique task keeps others like it from being queued.
 Until: TypeAlias = Literal["done", "start"]
 
-#: What becomes of a call that finds the backlog full.
+#: What is done with a call if the backlog is full.
 Full: TypeAlias = Literal["raise", "drop", "replace"]
 
-#: Seconds for which a process is watched that was told to end.
+#: Seconds to wait until a process has ended that was told to.
 GRACE: Final = 10.0
 #: Seconds that a queued task keeps its unique key without being started.
 QUEUED_FOR: Final = 3600.0
-#: Seconds of the shortest debounce.
+#: The shortest debounce, in seconds.
 SHORTEST: Final = 1.0
-#: Seconds for which a delivery is known to be finished.
+#: Seconds for which a finished delivery is remembered.
 REDELIVERY_WINDOW: Final = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one call, as the body gets them: with the task in front, if it is bound."""
+    """The arguments of one call as the body gets them: with the task first, if it is bound."""
 
     task: str
     args: tuple[Any, ...]
@@ -58,7 +58,7 @@ class Call:
 
     @property
     def own_args(self) -> tuple[Any, ...]:
-        """What the caller gave."""
+        """The arguments that the caller gave."""
         return self.args[1:] if self.is_bound else self.args
 
 
@@ -67,8 +67,8 @@ class Keys:
     """How the keys of a task are made.
 
     Attributes:
-        is_plain: Whether no code of the project runs for that.
-        is_sent: Whether a run makes them as its sender does: of arguments as a message has them.
+        is_plain: Whether no code of the project is needed for that.
+        is_sent: Whether a run makes them as its sender does, from the arguments in the message.
     """
 
     given: KeyOf
@@ -103,17 +103,17 @@ class Keys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What is held around a task's body, and what is done where it cannot be.
+    """Which keys are held around a task's body, and what is done if they are not granted.
 
     Attributes:
-        locks: The keys that a run holds, all or none, each with its permits; None: what the rules
-            say. None of them: it holds none.
-        unique: The keys of which one task at a time is queued or running; None: none.
-        until_start: Whether a task gives its unique key back before its body begins.
-        debounce: Seconds behind its last call in which a task is run; 0: it is not debounced.
-        max_queued: How many calls may wait behind a key; 0: any number.
-        rules: The lock, and what jobs have in common; what it says of refusals is not asked.
-        on_conflict: What was asked for; None: what `acks_late` suggests.
+        locks: The keys that a run holds, all or none, each with its permits (None: those of the
+            rules). If it is empty, the run holds none.
+        unique: The keys for which one task at a time is queued or running; None: there are none.
+        until_start: Whether a task releases its unique key before its body begins.
+        debounce: Seconds from the last call after which a task runs; 0: it is not debounced.
+        max_queued: How many calls may wait for a key; 0: any number.
+        rules: The lock and the other rules of jobs, except those for refusals.
+        on_conflict: The given value; None: it depends on `acks_late`.
         on_unavailable: The same where the store is unavailable.
         redelivery_window: See `REDELIVERY_WINDOW`; 0: none.
     """
@@ -154,7 +154,7 @@ class Terms:
         retry: Retry | None = None,
         **options: Any,
     ) -> Terms:
-        """Return terms that were checked; the arguments are those of `locked_task`."""
+        """Validate the arguments of `locked_task`, and return them as terms."""
         if not isinstance(inherit, bool):
             raise InvalidArgument(f"inherit must be True or False, not {shown(inherit)}.")
         if options.get("wait", 0) is None:
@@ -183,7 +183,7 @@ class Terms:
         if until_start and unique_keys is not None and not keys:
             keys = [(unique_keys.of_runs(), None)]
         for _, permits in keys:
-            rules.with_permits(permits)  # What breaks a rule is refused here.
+            rules.with_permits(permits)  # This validates them.
         if not keys and (given := sorted({"permits", "shared"} & options.keys())):
             raise InvalidArgument(
                 f"A unique key has one holder. {given[0]} applies to the lock of a run: name its"
@@ -212,7 +212,7 @@ class Terms:
 
     @property
     def lock(self) -> Keys | None:
-        """The keys of the only lock, or of the first one; None: there is none."""
+        """The keys of the first lock; None: there is none."""
         return self.locks[0][0] if self.locks else None
 
     def locks_of(self, call: Call, sent: Call, task_id: str | None) -> list[JobLock]:
@@ -225,26 +225,24 @@ class Terms:
         ]
 
     def unique_of(self, call: Call, task_id: str | None) -> JobLock | None:
-        """Return what one run holds so that no other one like it is queued."""
+        """Return the lock of one run that keeps others like it from being queued."""
         if self.unique is None:
             return None
         key = own_key(UNIQUE_PREFIX + self.unique.make(call))
         return replace(self.unique_lock, key=key, task_id=task_id)
 
     def place_of(self, call: Call, task_id: str | None) -> JobLock:
-        """Return the place of one call among those that wait, behind its first key."""
+        """Return the lock for the place of one call in the backlog of its first key."""
         key = own_key(BACKLOG_PREFIX + self.locks[0][0].make(call))
         return replace(self.unique_lock, key=key, task_id=task_id, permits=self.max_queued)
 
     @property
     def unique_lock(self) -> JobLock:
-        """What keeps others from being queued, but for key and job."""
-        # Between two runs its holder is no process that could be dead. What a dead run leaves is
-        # ended by its parent, or taken over by the next delivery of its task.
+        """The lock that keeps others from being queued, without key and task id."""
         lock = replace(
             self.rules.lock, wait=0.0, steal_if_dead=False, permits=1, shared=False, _filled=True
         )
-        # To keep the key taken behind the run is asked of the lock.
+        # `hold` and `min_hold` are about the other lock.
         return lock if self.lock is None else replace(lock, hold=False, min_hold=0.0)
 
 
@@ -292,7 +290,7 @@ def terms_of(task: Any) -> Terms | None:
 
 
 class _Canonical:
-    """Makes a key of a task's name and of all of its arguments."""
+    """Makes a key from a task's name and all of its arguments."""
 
     def __init__(self, function: Callable[..., Any]):
         self._signature = signature_of(function)
@@ -307,7 +305,7 @@ class _Canonical:
             if isinstance(task, tuple):  # Of `*args` it is the first.
                 arguments[first] = task[1:]
         try:
-            # As behind the message, where each name is a text: numbers are sorted otherwise.
+            # Through JSON, as in the message, where all names are texts and so sort alike.
             plain = json.loads(json.dumps(arguments, default=_plain))
             text = json.dumps(plain, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
             key = f"{call.task}:{text}"
@@ -325,7 +323,7 @@ class _Canonical:
 
 
 def _plain(value: object) -> str:
-    # The text of a row may be that of another row.
+    # Two rows may have the same text.
     if isinstance(value, (set, frozenset, bytes, Model)) or type(value).__str__ is object.__str__:
         raise InvalidArgument(
             f"{shown(value)} has no canonical text: make the key by a template or a function."

@@ -191,7 +191,7 @@ def _count_rows(store: DatabaseBackend, using: str) -> Counted:
     now = vendors.of(using).now()
     rows = store._own_rows(HeldLock, using)
     held = rows.filter(Q(free_at__isnull=True) | Q(free_at__gt=now))
-    # What is kept behind its run on purpose has no grace.
+    # What is kept after its run on purpose has no grace.
     over = rows.filter(expires_at__lte=now).exclude(free_at=F("expires_at"))
     old = held.order_by("acquired_at")
     fields = old.values_list("key", "acquired_at", "expires_at", "free_at", "holder")

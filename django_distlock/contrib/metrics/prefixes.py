@@ -35,7 +35,7 @@ class Prefixes:
     """Gives the prefixes of keys that the project's code names, and `"other"` for the rest.
 
     A prefix is named where it is in `named`, or where a template that a decorator declares has it,
-    and the character behind it, before its first field.
+    and the character after it, before its first field.
 
     Args:
         most: How many are told apart: those that this process meets first.

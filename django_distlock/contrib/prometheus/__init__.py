@@ -248,7 +248,7 @@ class _Sampler(TimerThread[None]):
                     is_idle = is_idle and not value
             if is_idle:
                 self.discard(None)
-                # Asked behind that: whoever wakes it meanwhile is not missed.
+                # Asked after that: whoever wakes it meanwhile is not missed.
                 if monotonic() - self._woken_at <= LINGER_SECONDS:
                     self.add(None)
             self._looks_next_at = monotonic() + INTERVAL

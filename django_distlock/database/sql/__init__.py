@@ -1,12 +1,12 @@
-"""What lives in PostgreSQL beside the models' tables: functions, a trigger, two more tables.
+"""The objects in PostgreSQL besides the models' tables: functions, a trigger, two more tables.
 
-The files are plain SQL over the default table names; `script()` puts the configured ones in their
-place, and expressions of a secret. Names start with the locks' table; those of functions end with a
-version: a worker of the release before keeps calling the version it knows.
+The files are plain SQL with the default table names. `script()` replaces these by the configured
+ones, and inserts expressions with a secret. All names start with that of the locks' table. Those of
+functions end with a version, because workers of the previous release still call their own version.
 
-Everybody who may connect can take any advisory lock, listen to any channel, and read the numbers of
-locks and the names of sessions. So numbers and channels are hashes of a secret, which the server
-alone computes: docs/decisions/numbers-and-channels-have-a-secret.md.
+Every role that may connect can take any advisory lock, listen on any channel, and read the numbers
+of locks and the names of sessions. So numbers and channels are hashes with a secret, computed only
+in the server: docs/decisions/numbers-and-channels-have-a-secret.md.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from importlib.resources import files
 from ...conf import DEFAULT_TABLES, table
 from ...core.keys import PLACE_MARKER, prefix_end
 
-#: What is called for locks.
+#: The functions for locks.
 FUNCTIONS = (
     *("acquire", "share", "acquire_many", "extend", "extend_many", "release"),
     "transaction_lock",
 )
-#: How PostgreSQL notes where each function looks names up: nobody else may create there.
+#: The `search_path` of each function, as PostgreSQL stores it: schemas where others cannot create.
 FIXED_PATH = "search_path=pg_catalog, pg_temp"
 #: A setting of a function, in its file.
 _SETTING = re.compile(r"^SET (\w+) = (.+?)(?: AS \$body\$)?$", re.MULTILINE)
-#: In the order of installation.
+#: The scripts in the order of installation.
 SCRIPTS = ("secret", "storage", "fence_guard", *FUNCTIONS)
-#: Tables without models: the secret, and what each session with a lock of its own holds.
+#: Tables without models: the secret, and the last grant of each session with a session lock.
 SIDE_TABLES = ("salt", "session")
 
-#: Where a session finds `{table}`, and whether it does: else, where it would make it.
+#: The schema in which a session finds `{table}`, or would create it, and whether it finds it.
 SCHEMA_OF = """
 SELECT coalesce(found.schema, pg_catalog.current_schema(), 'public'), found.schema IS NOT NULL
 FROM (
@@ -44,27 +44,27 @@ FROM (
 """
 
 _NAMES = re.compile("|".join(sorted(DEFAULT_TABLES.values(), key=len, reverse=True)))
-#: Tables and functions, and what stands in for their schema meanwhile.
+#: Quoted names of tables and functions, and a placeholder for their schema.
 _IDENTIFIER, _HERE = re.compile(rf'"(?:{_NAMES.pattern})\w*"'), "\x1f"
-#: The versions that a database may have: those before the last one are of pre-releases.
+#: The versions of functions that a database may have; all but the last are of pre-releases.
 _VERSIONS = ("v1", "v2", "v3")
 
 
-#: The time in microseconds since 1970, whenever it is asked for.
+#: The current time in microseconds since 1970, at each evaluation.
 NOW = "(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint"
-#: The advisory locks of this database that are held, as `l`, and what tells the number of one.
+#: The held advisory locks of this database, as `l`, and the expression for the number of one.
 HELD_LOCKS = """
     pg_locks l WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted
         AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
 LOCK_NUMBER = "((l.classid::bigint << 32) | l.objid::bigint)"
-#: What is in several scripts, by what stands there for it.
+#: Text that several scripts contain, by its placeholder.
 _PIECES = {
     "{now}": NOW,
     "{of_key}": (
         "(l.storage_key = p_storage_key OR l.storage_key >= v_from AND l.storage_key < v_to)"
     ),
-    # An older snapshot would not show what was committed while a function waited.
+    # An older snapshot would not show rows that were committed while the function waited.
     "{require_isolation}": (
         "IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN"
         " RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001'; END IF;"
@@ -73,14 +73,14 @@ _PIECES = {
         "IF NOT FOUND THEN RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'"
         " USING ERRCODE = '58000', HINT = 'Run manage.py migrate.'; END IF;"
     ),
-    # A SET clause of a function ends before the commit. A stronger setting stays.
+    # Not a SET clause, which ends before the commit. A stronger setting stays.
     "{durable}": (
         "IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN"
         " v_ignored := pg_catalog.set_config('synchronous_commit', 'on', true); END IF;"
     ),
 }
 
-# The table's own number as well: a copy of the schema has the same seed.
+# With the OID of the table, because a copy of the schema has the same seed.
 _SEED = "pg_catalog.textcat(s.seed, s.tableoid::text)"
 
 
@@ -98,9 +98,9 @@ def number(use: str, name: str, seed: str = _SEED) -> str:
     """Return an expression for the number of an advisory lock, in a query `FROM` the salt as `s`.
 
     Args:
-        use: What for: two uses of one name have two numbers.
+        use: The purpose; each has a number of its own.
         name: An expression for the storage key.
-        seed: An expression for the secret, where it was read before.
+        seed: An expression for the secret, if it was read before.
     """
     first = f"pg_catalog.substr({_sha256(_salted(use, name, seed))}, 1, 8)"
     return f"pg_catalog.textcat('x', {_hex(first)})::bit(64)::bigint"
@@ -117,12 +117,12 @@ def channel() -> str:
 
 
 def word() -> str:
-    """Return an expression for what names are hashed with that are called out, as `number` does."""
+    """Return an expression for the word that names in wake-ups are hashed with; see `number`."""
     return _digest("word")
 
 
 def called(name: str) -> str:
-    """Return an expression for what is called out of a storage key, as `number` does."""
+    """Return an expression for the payload of a wake-up for a storage key; see `number`."""
     return f"pg_catalog.left({_hex(_sha256(f'pg_catalog.textcat({word()}, {name})'))}, 32)"
 
 
@@ -146,8 +146,8 @@ def script(name: str, schema: str) -> str:
     """Return one file of SQL with the configured table names.
 
     Args:
-        schema: That of the tables. The names in a function's body are looked up when it is called,
-            by whatever path the caller has.
+        schema: The schema of the tables. It is needed because names in a function's body are
+            looked up at each call.
     """
     text = (files(__package__) / "postgresql" / f"{name}.sql").read_text(encoding="utf-8")
     put_in = _PIECES | {
@@ -165,21 +165,21 @@ def script(name: str, schema: str) -> str:
     for stands_for, expression in put_in.items():
         text = text.replace(stands_for, expression)
     configured = {default: table(what) for what, default in DEFAULT_TABLES.items()}
-    # Two steps, because the schema may be called like a table.
+    # In two steps, because the schema may have the name of a table.
     within = _IDENTIFIER.sub(rf"{_HERE}.\g<0>", text)
     renamed = _NAMES.sub(lambda match: configured[match[0]], within)
     return renamed.replace(_HERE, quoted(schema))
 
 
 def settings_in(text: str) -> list[str]:
-    """Return the settings of the function in a script, as PostgreSQL notes them."""
+    """Return the settings of the function in a script, as PostgreSQL stores them."""
     return [f"{name}={value}" for name, value in _SETTING.findall(text)]
 
 
 def removal(schema: str) -> list[str]:
-    """Return the statements that take away what the scripts of any version installed.
+    """Return the statements that remove the objects of all versions.
 
-    Triggers and storage parameters go with their tables.
+    Triggers and storage parameters are removed with their tables.
     """
     within = quoted(schema)
     return [
@@ -193,10 +193,10 @@ def removal(schema: str) -> list[str]:
 
 
 def quoted(name: str) -> str:
-    """Return a name as an identifier of PostgreSQL."""
+    """Return a name as a quoted identifier of PostgreSQL."""
     return '"{}"'.format(name.replace('"', '""'))
 
 
 def fence_guard_name() -> str:
-    """Return the name of the trigger function that keeps the fence counters."""
+    """Return the name of the trigger function that protects the fence counters."""
     return f"{table('fences')}_guard_v1"

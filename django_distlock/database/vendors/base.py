@@ -117,7 +117,7 @@ class Vendor(ABC):
             fences: The table of the fence counters, quoted and with its schema.
             fence: What it has to be.
             bound: Seconds to wait at most for whoever counts it up right now.
-            lease: Behind its end a transaction lock, which counts up nothing, may have had the
+            lease: After its end a transaction lock, which counts up nothing, may have had the
                 key. Nobody could have taken over before: for that long the transaction may stand
                 still, where the server can end it, and unless it is told to do so sooner.
 

@@ -77,7 +77,7 @@ _CODES: Mapping[int, str] = {
 
 _CLOCK = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
 # The inner one reads from the transaction's snapshot, the outer one what is committed. The clock is
-# read behind the wait: all but SYSDATE() tell when the statement began.
+# read after the wait: all but SYSDATE() tell when the statement began.
 _GUARD = (
     "SELECT c.fence, (SELECT s.fence FROM {fences} s WHERE s.storage_key = c.storage_key),"
     " {clock} + TIMESTAMPDIFF(MICROSECOND, NOW(6), SYSDATE(6))"
@@ -124,7 +124,7 @@ class MySQL(Vendor):
                     self._ask("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
                 yield
                 if not nested:
-                    # Here and not by Django behind us, because a backup may hold up commits.
+                    # Here and not by Django after us, because a backup may hold up commits.
                     self._ask("COMMIT")
 
     def delete(self, rows: models.QuerySet[Any], names: Sequence[str | int]) -> int:
@@ -144,7 +144,7 @@ class MySQL(Vendor):
     ) -> bool:
         guard = _GUARD.format(fences=fences.replace("%", "%%"), clock=_CLOCK)
         found = self._ask_within(bound, guard, name)
-        # With a snapshot from before the grant, what is read behind this would be older than it.
+        # With a snapshot from before the grant, what is read after this would be older than it.
         if found is None or found[:2] != (fence, fence):
             return False
         until = None if lease is None else lease.expires_at
@@ -211,7 +211,7 @@ class MySQL(Vendor):
         return bool(codes) and codes[0] not in _CLIENT
 
 
-#: Also behind a comment that a wrapper of the project's put in front, and in a union.
+#: Also after a comment that a wrapper of the project's put in front, and in a union.
 _BEGINS = r"\A(?:\s|\(|/\*.*?\*/)*"
 _MAY_WAIT, _READS = (
     re.compile(rf"{_BEGINS}(?:{which})\b", re.DOTALL | re.IGNORECASE)

@@ -37,7 +37,7 @@ _CODES: Mapping[str, str] = {
 _LONGEST = 2**31 - 1
 
 # One round trip. The settings are made before the row is locked, because the lock is taken on top
-# of the join; the clock is read behind that, and the caller's own bound is put back last.
+# of the join; the clock is read after that, and the caller's own bound is put back last.
 _GUARD = """
 WITH settings AS MATERIALIZED (
     SELECT

@@ -81,7 +81,7 @@ class Notes:
         level: int = checks.WARNING,
         keys: Sequence[str] = (),
     ) -> None:
-        """Note a finding of the diagnosis itself, by its id behind `distlock.`."""
+        """Note a finding of the diagnosis itself, by its id after `distlock.`."""
         about = Subject(() if self.backend is None else (self.backend,), tuple(keys))
         found = checks.CheckMessage(level, text, hint=hint, obj=about, id=f"distlock.{id}")
         self.findings.append(found)

@@ -220,7 +220,7 @@ def _troubles(
 ) -> Iterator[tuple[_Trouble, str]]:
     """Yield what is to be said of a lock."""
     holder, left = record.holder, record.free_at
-    # A key that is kept behind its run has no process, on purpose.
+    # A key that is kept after its run has no process, on purpose.
     if not record.is_settled:
         gone = is_dead(holder)
         # A worker that ended may have left it to the retry of its task; else it ends soon.
@@ -241,7 +241,7 @@ def _troubles(
 def _note_over(store: DatabaseBackend, on: str, notes: Notes) -> None:
     """Note leases that nobody gave back. Redis removes their records by itself."""
     now = vendors.of(on).now()
-    # What is kept behind its run has ended as it was to.
+    # What is kept after its run has ended as it was to.
     rows = store._own_rows(HeldLock, on).filter(free_at__lte=now).exclude(free_at=F("expires_at"))
     some = _Some(number=rows.count())
     for row in rows.order_by("-free_at")[:NAMED]:

@@ -24,7 +24,7 @@ from ..statuses import UNAVAILABLE, USAGE
 
 #: Minutes of a long drill. All that is reported is kept until its end.
 SHORTEST, LONGEST = 0.1, 480
-#: What ends a drill as Ctrl-C does, so that it clears up behind itself.
+#: What ends a drill as Ctrl-C does, so that it clears up after itself.
 _ENDING = ("SIGTERM", "SIGHUP")
 
 

@@ -155,7 +155,7 @@ class Command(ReadingCommand):
 
 
 class _Parser(CommandParser):
-    """Reads up to the first `--`. What stands behind it, argparse would read in part.
+    """Reads up to the first `--`. What stands after it, argparse would read in part.
 
     So it would without: an option of the program would be taken for ours, or for Django's.
     """
@@ -216,7 +216,7 @@ class _Run:
             self._on_lost(program, lease)
 
     def _on_lost(self, program: Program, lease: Lease) -> None:
-        # In a thread of its own, by a look, or behind the program's end: the first one alone.
+        # In a thread of its own, by a look, or after the program's end: the first one alone.
         if not self._is_lost.acquire(blocking=False):
             return
         try:
@@ -224,7 +224,7 @@ class _Run:
                 self._say(lease, "was lost; its program has ended")
             elif self._ends_it:
                 end(program.address, self._grace)
-                # Behind the end: nobody may read standard error any more.
+                # After the end: nobody may read standard error any more.
                 self._say(lease, "was lost: its program was stopped")
             else:
                 self._say(lease, "is lost: its program continues without it")

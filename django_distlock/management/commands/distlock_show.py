@@ -47,7 +47,7 @@ class Command(OperatorCommand):
         )
 
     def _print_part(self, headings: tuple[str, ...], rows: Iterable[list[Cell]]) -> None:
-        """Print a table behind an empty line, if it has rows."""
+        """Print a table after an empty line, if it has rows."""
         if found := list(rows):
             self.stdout.write("")
             self.print_table(headings, found)
