@@ -126,22 +126,6 @@ def test_three_failures_in_a_row_lose_the_lease(script: list[Any], key: str) -> 
     assert "3 renewals" in heard.once["cause"]
 
 
-def test_failures_next_to_other_leases_are_not_counted_faster(script: list[Any], key: str) -> None:
-    """Beats that others need do not use up the failures that a lease is allowed."""
-    with ExitStack() as stack:
-        leases = []
-        for number in range(4):
-            lock = distlock(f"{key}:{number}", backend="thirds", ttl=9)
-            leases.append(stack.enter_context(lock))
-            time.sleep(0.72)
-        # Away for less than what is left of any of them.
-        script += [*failures(3), None]
-        ends = min(lease.deadline for lease in leases)
-        assert eventually(lambda: not script, timeout=24)
-        assert monotonic() < ends + 2
-        assert [lease.is_lost for lease in leases] == [False] * 4
-
-
 def test_deadline_loses_the_lease_while_a_renewal_hangs(script: list[Any], key: str) -> None:
     """The alarm is a timer of its own, which waits for no store."""
     script += [4.0]

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -285,3 +286,34 @@ def test_backend_that_nobody_uses_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
     reference = use()
     gc.collect()
     assert reference() is None
+
+
+class Failing(Leased):
+    """Counts failures as a lease does: by the time of each beat."""
+
+    is_lost = False
+
+    def end_renewal(self, sent_at: float, answer: Answer) -> None:
+        """Lose the lease by one failure too many."""
+        if isinstance(answer, Grant):
+            self.renewing.renewed(sent_at, 30)
+        else:
+            self.is_lost = self.renewing.failed(sent_at)
+
+
+def test_failures_next_to_other_leases_are_not_counted_faster(
+    memory: Memory, heartbeat: Heartbeat
+) -> None:
+    """Beats that others need do not use up the failures that a lease is allowed."""
+    leases = [Failing(memory) for _ in range(4)]
+    for number, each in enumerate(leases):
+        each.renewing.renewed(number * INTERVAL / 4, 30)
+    # Without its thread: this one says what time it is.
+    heartbeat._leases = dict.fromkeys(leases)
+    memory.troubles += [BackendUnavailable("away") for _ in range(3)]
+    while memory.troubles:
+        now = min(each.renewing.due_at for each in leases)
+        heartbeat._clock = partial(float, now)
+        heartbeat.beat(early=True)
+    assert [each.is_lost for each in leases] == [False] * 4
+    assert max(each.renewing.failures for each in leases) == 2
