@@ -41,28 +41,20 @@ _ADDRESS = re.compile(
 )
 
 #: Our codes by class of error; the first that fits counts.
-_CODES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
-    ((exceptions.TimeoutError, budgets.Over), "network_timeout"),
-    (
-        (
-            exceptions.AuthenticationError,
-            exceptions.AuthenticationWrongNumberOfArgsError,
-            exceptions.AuthorizationError,
-            exceptions.NoPermissionError,
-        ),
-        "auth_failed",
-    ),
-    ((exceptions.MaxConnectionsError, exceptions.OutOfMemoryError), "rate_limited"),
-    (
-        (
-            exceptions.ClusterError,  # also if the migration of a slot takes too long
-            exceptions.ConnectionError,
-            exceptions.ReadOnlyError,
-            exceptions.RedisClusterException,
-            exceptions.TryAgainError,
-        ),
-        "service_unavailable",
-    ),
+_CODES: tuple[tuple[type[Exception], str], ...] = (
+    (exceptions.TimeoutError, "network_timeout"),
+    (budgets.Over, "network_timeout"),
+    (exceptions.AuthenticationError, "auth_failed"),
+    (exceptions.AuthenticationWrongNumberOfArgsError, "auth_failed"),
+    (exceptions.AuthorizationError, "auth_failed"),
+    (exceptions.NoPermissionError, "auth_failed"),
+    (exceptions.MaxConnectionsError, "rate_limited"),
+    (exceptions.OutOfMemoryError, "rate_limited"),
+    (exceptions.ClusterError, "service_unavailable"),  # also if a slot takes long to migrate
+    (exceptions.ConnectionError, "service_unavailable"),
+    (exceptions.ReadOnlyError, "service_unavailable"),
+    (exceptions.RedisClusterException, "service_unavailable"),
+    (exceptions.TryAgainError, "service_unavailable"),
 )
 
 #: Our codes by the first word of the server's error, if redis-py has no class for it.
@@ -204,7 +196,7 @@ def _met(error: Any) -> Any:
 def _code(met: Any) -> str | None:
     if _TOO_MANY in str(met):
         return "rate_limited"
-    code = next((code for classes, code in _CODES if isinstance(met, classes)), None)
+    code = next((code for kind, code in _CODES if isinstance(met, kind)), None)
     if code is not None or not isinstance(met, exceptions.ResponseError):
         return code
     wrapped = _WRAPPED.search(str(met))
