@@ -311,7 +311,8 @@ class Release:
         if self.holding.store._is_elsewhere:
             return  # The database of a test run has been dropped.
         thread = self.holding.thread
-        if thread is threading.current_thread() or not thread.is_alive():
+        # Not by `is_alive()`: a thread that Python did not start never says that it has ended.
+        if thread is threading.current_thread() or thread not in threading.enumerate():
             self.quietly(patience)
 
     def quietly(self, patience: float = math.inf) -> bool | Unknown:

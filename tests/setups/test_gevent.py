@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -29,14 +31,18 @@ pytestmark = pytest.mark.parametrize("backend", ["default", "redis"])
 @pytest.fixture(scope="module")
 def site(django_db_setup: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Serve the project by one worker, which loads it behind the patches of gevent."""
+    with gunicorn(tmp_path_factory.mktemp("gevent")) as made:
+        yield made
+
+
+def gunicorn(home: Path) -> AbstractContextManager[Site]:
+    """Serve the project by one worker."""
     if find_spec("gevent") is None:
         without("gevent", "no wheel of gevent for this Python")
-    home = tmp_path_factory.mktemp("gevent")
-    with served(
+    return served(
         home, "gunicorn", "tests.setups.web.wsgi:application", "--no-control-socket",
         "--bind", "127.0.0.1:{port}", "--workers", "1", "--worker-class", "gevent",
-    ) as made:  # fmt: skip
-        yield made
+    )  # fmt: skip
 
 
 def test_heartbeat_beats_while_a_view_sleeps(site: Site, key: str, backend: str) -> None:
@@ -86,6 +92,18 @@ def test_holder_that_starves_the_heartbeat_learns_of_its_loss(
     said = site.get("starve", key=key, backend=backend, ttl=TTL, late_beat=late_beat)
     assert said == {"outcomes": ["lost", False, "lost"]}
     assert eventually(lambda: grantable(distlock(key, backend=backend)), timeout=10)
+
+
+def test_end_of_the_worker_gives_back_what_was_left(
+    django_db_setup: None, tmp_path: Path, key: str, backend: str
+) -> None:
+    """Also what a greenlet took that has ended."""
+    left = distlock(key, backend=backend)
+    with gunicorn(tmp_path) as ending:
+        ending.get("leave", key=key, backend=backend)
+        assert taken(left)
+        ending.stop()
+        assert not taken(left)
 
 
 def _fence(backend: str, key: str) -> int | None:
