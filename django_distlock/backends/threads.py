@@ -6,8 +6,10 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from ..core.threads import begun
 from ..database.connections import close_here
 
 P = ParamSpec("P")
@@ -39,7 +41,14 @@ class CallThreads:
                 THREADS, thread_name_prefix=self._name, initializer=self._prepare
             )
             self._executor = (os.getpid(), pool)
-        return self._executor[1].submit(_run, call, *args, **kwargs)
+        work = partial(_run, call, *args, **kwargs)
+        try:
+            return self._executor[1].submit(work)
+        except RuntimeError as error:
+            if "cannot schedule" not in str(error):
+                raise  # No thread could be started: another one does it all the same.
+            # The main thread has ended, and pools take nothing more. Other threads go on.
+            return begun(lambda: (self._prepare(), work())[1], self._name)
 
     def end(self) -> None:
         """End the threads after their current calls; the next call starts new ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import select
@@ -11,7 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from django_distlock import BackendUnavailable, current_lease, distlock, lock_ba
 from django_distlock.database import vendors, workers
 from django_distlock.locks import blocks
 from django_distlock.process import deferred_release
+from tests.processes import RESULT
 
 from .aliases import abandon_connections, alias_like, in_a_fork, locks_on, outcome
 from .locking import eventually
@@ -66,6 +69,33 @@ def hold_to_the_end(
         lock.acquire()
     print("held")
     return {"pid": os.getpid()}
+
+
+def outlive_the_main_thread(alias: str, key: str) -> None:
+    """Lock in a thread that goes on when the main one has ended, and tell what came of it."""
+    # Several: a cluster keeps them on several servers.
+    locks = [distlock(f"{key}:{number}", backend=alias, ttl=3) for number in range(8)]
+
+    async def extend(lock: Any) -> bool:
+        async with lock as lease:
+            await lease.aextend()
+        return bool(lease.is_released)
+
+    def work() -> None:
+        with suppress(RuntimeError):
+            while True:
+                ThreadPoolExecutor(1).submit(time.sleep, 0.01).result()
+        with ExitStack() as stack:
+            leases = [stack.enter_context(lock) for lock in locks]
+            first = leases[0].deadline
+            while leases[0].deadline == first and not leases[0].is_lost:
+                time.sleep(0.02)
+            said = {"lost": leases[0].is_lost}
+        said["awaited"] = asyncio.run(extend(distlock(f"{key}:awaited", backend=alias)))
+        connections.close_all()
+        print(RESULT + json.dumps(said))
+
+    threading.Thread(target=work).start()
 
 
 async def _take(lock: Any) -> None:

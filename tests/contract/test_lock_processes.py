@@ -46,6 +46,12 @@ def test_thread_that_still_works_at_the_exit_keeps_its_key(
     assert taken(lock)
 
 
+def test_thread_that_outlives_the_main_one_locks(registered: Registered, key: str) -> None:
+    """Leases are renewed, and awaited, although pools of threads take no more work by then."""
+    with spawn(f"{WORKERS}:outlive_the_main_thread", registered.alias, key) as worker:
+        assert worker.result() == {"lost": False, "awaited": True}
+
+
 def end_with(worker: Process, sent: signal.Signals) -> int:
     """Send a signal; give the exit status."""
     os.kill(worker.popen.pid, sent)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from redis import exceptions
 from redis.cluster import ClusterNode
 
 from ...core import budgets
+from ...core.threads import begun
 from .clients import ERRORS, own_pool
 from .lines import Call, ThreadLines
 
@@ -153,5 +154,6 @@ class ClusterLines:
 def _side_by_side(ask: Any, names: Sequence[str]) -> list[Any]:
     if len(names) < 2:
         return [ask(name) for name in names]
-    with ThreadPoolExecutor(len(names)) as pool:
-        return list(pool.map(ask, names))
+    # No pool: behind the end of the main thread, one takes nothing, and leases are still renewed.
+    asked = [begun(partial(ask, name), "distlock-cluster") for name in names]
+    return [each.result() for each in asked]
