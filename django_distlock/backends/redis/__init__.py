@@ -55,8 +55,8 @@ from .answers import (
     waiting,
 )
 from .clients import client_source
-from .counting import count_keys, sampled_states
 from .lines import Call, ThreadLines, answered
+from .sampling import count_keys, sampled_states
 from .store import RedisStore, escaped, text
 
 #: A pattern for the hash between a role and the user's key. It is in braces, so that a cluster puts

@@ -154,6 +154,6 @@ class ClusterLines:
 def _side_by_side(ask: Any, names: Sequence[str]) -> list[Any]:
     if len(names) < 2:
         return [ask(name) for name in names]
-    # No pool: behind the end of the main thread, one takes nothing, and leases are still renewed.
+    # Not a pool: after the end of the main thread, it accepts no work, but leases are renewed.
     asked = [begun(partial(ask, name), "distlock-cluster") for name in names]
     return [each.result() for each in asked]

@@ -190,12 +190,13 @@ def _open(connection: Any) -> None:
     connecting, answering = connection.socket_connect_timeout, connection.socket_timeout
     # Not restored after a failure, because such a connection is not used again.
     connection.socket_connect_timeout = min(left, connecting)
-    # Amid the handshake of TLS, there is no socket yet that could be shut.
+    # During the TLS handshake, there is no socket yet that could be shut.
     connection.socket_timeout = min(left, answering)
     with Opening(lambda: shut(connection._sock)):
         connection.connect()
     connection.socket_connect_timeout, connection.socket_timeout = connecting, answering
-    connection._sock.settimeout(answering)
+    opened: Any = connection._sock
+    opened.settimeout(answering)
 
 
 def shut(wire: Any) -> None:
