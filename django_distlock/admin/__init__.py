@@ -6,6 +6,6 @@ Everything goes through `inspection`, so that pages, commands and JSON agree.
 from __future__ import annotations
 
 from .dashboard import LockDashboard
-from .records import FenceCounterAdmin, LockEventAdmin
+from .read_only import FenceCounterAdmin, LockEventAdmin
 
 __all__ = ["FenceCounterAdmin", "LockDashboard", "LockEventAdmin"]

@@ -20,8 +20,8 @@ from ..core.errors import BackendUnavailable, LockError
 from ..core.wording import printable
 from ..handler import lock_backends
 from ..inspection import Operation, Outcome
+from .addresses import Target
 from .filters import named_backends
-from .targets import Target
 
 
 class ReasonForm(forms.Form):

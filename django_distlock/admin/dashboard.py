@@ -25,12 +25,12 @@ from ..core.wording import printable
 from ..handler import lock_backends
 from ..inspection import Operation, may, show
 from ..models import HeldLock
+from .acts import ACTS, Act, CleanupForm, act_on, allowed, another, clean_up, records_over
+from .addresses import Pages, Target, object_page
 from .filters import FilterForm, KeyForm
-from .keys import KeyPage
-from .operating import ACTS, Act, CleanupForm, act_on, allowed, another, clean_up, records_over
+from .key_page import KeyPage
 from .overview import Overview, problems
-from .records import ReadOnlyAdmin, may_see_events
-from .targets import Pages, Target, object_page
+from .read_only import ReadOnlyAdmin, may_see_events
 
 #: Keys that one request may act on.
 MAX_TARGETS = 100

@@ -13,7 +13,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..core.wording import span
 from ..inspection import HeldKey, State
-from .targets import Pages, Target
+from .addresses import Pages, Target
 
 #: What stands beside the word for a state, so that colour alone says nothing.
 ICONS: Final = {

@@ -12,7 +12,7 @@ from ..core.keys import stored_key
 from ..handler import lock_backends
 from ..inspection import State
 from ..inspection.summary import SOON
-from .rows import COLUMNS
+from .dashboard_rows import COLUMNS
 
 #: Seconds that a lock may have been held for.
 AGES = (

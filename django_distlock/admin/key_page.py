@@ -17,9 +17,9 @@ from ..core.wording import is_seen
 from ..inspection import KeyView, Operation
 from ..inspection.history import times_of
 from ..models import LockEvent
+from .addresses import Pages, Target
 from .charts import Chart, lasted, of_releases
-from .rows import Row, row_of
-from .targets import Pages, Target
+from .dashboard_rows import Row, row_of
 
 
 @dataclass(frozen=True, slots=True)

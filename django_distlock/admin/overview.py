@@ -30,10 +30,10 @@ from ..inspection import (
 from ..inspection.diagnosis import has_lost
 from ..inspection.history import History, history
 from ..inspection.showing import expired_locks
+from .addresses import Pages, Target
 from .charts import Chart, of_minutes
+from .dashboard_rows import COLUMNS, Column, Row, ordered, row_of
 from .filters import LATE, FilterForm
-from .rows import COLUMNS, Column, Row, ordered, row_of
-from .targets import Pages, Target
 
 #: Locks of a page.
 LIMIT = 50

@@ -23,7 +23,7 @@ from ..core.keys import stored_key
 from ..core.wording import printable
 from ..handler import lock_backends
 from ..models import FenceCounter, HeldLock, LockEvent
-from .targets import Pages, Target
+from .addresses import Pages, Target
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]

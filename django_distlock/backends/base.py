@@ -38,11 +38,11 @@ from ..core.sharing import validate_permits
 from ..core.threads import in_child
 from ..core.wording import suggestion
 from ..exceptions import InvalidLockBackend
+from .call_threads import CallThreads
 from .counts import Count, Counts, States, Strain, every_record, listed_states
 from .groups import Guards, Notes, Records, Transactions, Waiters
 from .listening import Listener
 from .queues import Queues
-from .threads import CallThreads
 
 T = TypeVar("T")
 

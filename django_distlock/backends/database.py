@@ -306,7 +306,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         # psycopg2 receives notifications only during queries.
         if vendor != "postgresql" or driver.__name__ != "psycopg":
             return None
-        from .postgresql import NotifyLine
+        from .notify import NotifyLine
 
         salt = partial(self._connections.named, side_table("salt"))
         subscribe = partial(NotifyLine, listen_using or self.using, salt, self.alias, self.queues)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import advisory, databases, fencing, redis, routers, settings
+from . import advisory, databases, fencing, redis_servers, routers, settings
 
-__all__ = ["advisory", "databases", "fencing", "redis", "routers", "settings"]
+__all__ = ["advisory", "databases", "fencing", "redis_servers", "routers", "settings"]

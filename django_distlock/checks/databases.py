@@ -32,10 +32,10 @@ from ..models import (
     Waiter,
 )
 from .configured import DOCS, Subject, about, check_each, configured, where
+from .fence_triggers import fence_triggers
 from .fencing import fenced_models_in
 from .routers import aliases_of, is_made, written_to
 from .schema import APP, creators, functions, indexes, readers, several, unapplied
-from .triggers import fence_triggers
 
 _MODELS: tuple[type[models.Model], ...] = (
     FailedTask, HeldLock, FenceCounter, LockEvent, Waiter, SeenFence, RunNote, StoredResponse,

@@ -17,8 +17,8 @@ from django.test import override_settings
 from django_distlock import InvalidArgument, lock_backends
 from django_distlock.core.pages import DOCS_URL, page
 from django_distlock.inspection.diagnosis import ADDRESSES, diagnose
-from django_distlock.inspection.diagnosis.answers import KEY
 from django_distlock.inspection.diagnosis.findings import address
+from django_distlock.inspection.diagnosis.responses import KEY
 from tests.backends import MEMORY
 from tests.contract.aliases import DATABASE
 from tests.contract.helpers import take

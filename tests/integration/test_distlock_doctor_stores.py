@@ -22,7 +22,13 @@ from django_distlock import LockError, lock_backends
 from django_distlock.conf import table
 from django_distlock.core.pages import page
 from django_distlock.inspection import diagnosis
-from django_distlock.inspection.diagnosis import Mark, answers, diagnose, has_lost, look_for_loss
+from django_distlock.inspection.diagnosis import (
+    Mark,
+    diagnose,
+    has_lost,
+    look_for_loss,
+    responses,
+)
 from django_distlock.inspection.diagnosis.findings import Notes, told
 from django_distlock.process.host import current_holder
 from tests.backends import ADVISORY, MEMORY
@@ -57,7 +63,7 @@ def redis(url: str, **config: Any) -> Any:
 def asked() -> Notes:
     """Ask the store, and nothing else."""
     notes = Notes("locks")
-    answers.ask(lock_backends["locks"], notes, writes=True)
+    responses.ask(lock_backends["locks"], notes, writes=True)
     return notes
 
 
@@ -114,12 +120,12 @@ def test_clock_of_the_server_is_off(postgresql: str) -> None:
 @pytest.mark.parametrize("alias", ["postgres", "redis", "redis_cluster"])
 def test_clock_of_this_host_is_off(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """D001 as well: nobody can tell which of two clocks is wrong. A second apart is none."""
-    now = answers.host_clock
+    now = responses.host_clock
     with override_settings(DISTLOCK={"locks": settings.DISTLOCK[alias]}):
-        monkeypatch.setattr(answers, "host_clock", lambda: now() + timedelta(seconds=90))
+        monkeypatch.setattr(responses, "host_clock", lambda: now() + timedelta(seconds=90))
         message = of(asked())["D001"]["message"]
         assert "-90.0" in message or "-89.9" in message
-        monkeypatch.setattr(answers, "host_clock", lambda: now() + timedelta(seconds=0.2))
+        monkeypatch.setattr(responses, "host_clock", lambda: now() + timedelta(seconds=0.2))
         mark, text = look(asked(), "clock")
     assert mark is Mark.OK
     assert "-0.2" in text or "-0.1" in text

@@ -16,7 +16,7 @@ from psycopg import sql
 from django_distlock.backends.advisory import AdvisoryBackend
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
-from django_distlock.backends.postgresql import NotifyLine
+from django_distlock.backends.notify import NotifyLine
 from django_distlock.core.errors import LockError
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant

@@ -12,7 +12,7 @@ from django.test import override_settings
 
 from django_distlock import BackendUnavailable, InvalidArgument, lock_backends
 from django_distlock.backends import counting
-from django_distlock.backends.redis import counting as redis_counting
+from django_distlock.backends.redis import sampling
 from django_distlock.core.holders import Holder
 from django_distlock.core.records import Grant
 from django_distlock.inspection import Summary, summary
@@ -109,7 +109,7 @@ def test_each_database_counts_states_in_one_statement(database: str, key: str) -
 @pytest.mark.parametrize("alias", ["redis", "redis_cluster"])
 def test_redis_looks_at_a_sample(alias: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys where there are few; a part of them otherwise, which stands for the whole."""
-    monkeypatch.setattr(redis_counting, "LOOKED_AT", 100_000_000)
+    monkeypatch.setattr(sampling, "LOOKED_AT", 100_000_000)
     configured = {
         "mine": {**settings.DISTLOCK[alias], "KEY_PREFIX": key},
         "theirs": {**settings.DISTLOCK[alias], "KEY_PREFIX": f"{key}other"},
@@ -126,7 +126,7 @@ def test_redis_looks_at_a_sample(alias: str, key: str, monkeypatch: pytest.Monke
 
 def test_sample_stands_for_the_whole(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three thousand locks, about that many are told, by looking at some of their keys."""
-    monkeypatch.setattr(redis_counting, "LOOKED_AT", 1000)
+    monkeypatch.setattr(sampling, "LOOKED_AT", 1000)
     configured = {"mine": {**settings.DISTLOCK["redis"], "KEY_PREFIX": key}}
     with override_settings(DISTLOCK=configured):
         store: Any = lock_backends["mine"]

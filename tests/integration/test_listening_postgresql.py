@@ -20,10 +20,10 @@ from django.db.backends.signals import connection_created
 from psycopg import sql
 
 from django_distlock import InvalidLockBackend, distlock
-from django_distlock.backends import listening, postgresql
+from django_distlock.backends import listening, notify
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.listening import NoWakeUps
-from django_distlock.backends.postgresql import NotifyLine
+from django_distlock.backends.notify import NotifyLine
 from django_distlock.backends.queues import Queues
 from django_distlock.conf import backend_config
 from django_distlock.handler import lock_backends
@@ -285,7 +285,7 @@ def test_server_that_does_not_answer_is_given_up(
 ) -> None:
     """A ping's wait has an end: where nothing comes through, nobody relies on being woken."""
     monkeypatch.setattr(listening, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(postgresql, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(notify, "ANSWER_SECONDS", 2.0)
     with (
         wire() as way,
         alias_like("default", **way.address) as using,

@@ -21,11 +21,11 @@ from ...core.durations import whole_number
 from ...core.errors import BackendUnavailable, LockError
 from ...handler import lock_backends
 from ..listing import chosen
-from .answers import ask, remedy
 from .checked import begun, run
 from .data_loss import accept_loss, has_lost, look_for_loss
 from .findings import ADDRESSES, Look, Mark, Notes, told
 from .kept import scan
+from .responses import ask, remedy
 
 __all__ = [
     "ADDRESSES",
