@@ -135,11 +135,11 @@ def test_high_fence_warns(
     with caplog.at_level(logging.WARNING, logger="django_distlock"):
         grant = take(backend, key)
         assert grant.fence == FENCE_WARNING == 800_000_000_000_000
-        assert caplog.records == []
+        assert key not in caplog.text
         backend.release(grant)
         grant = take(backend, key)
     assert grant.fence == FENCE_WARNING + 1
-    assert [key in record.getMessage() for record in caplog.records] == [True]
+    assert sum(key in record.getMessage() for record in caplog.records) == 1
     assert grant.token not in caplog.text
 
 
