@@ -106,7 +106,7 @@ def postgresql_guards(using: str, fences: str, name: str) -> tuple[Session, ...]
     """
     lockers = [xmax for (xmax,) in rows_of(using, _LOCKERS % table("fences"), name)]
     for each in [*lockers]:
-        # It is none of a list, or of one that is long gone.
+        # The number may be no list of lockers, or one that PostgreSQL has removed.
         with suppress(DatabaseError), transaction.atomic(using=using):
             lockers += [xid for (xid,) in rows_of(using, _MEMBERS, each)]
     rows = rows_of(using, _SESSIONS, lockers, fences) if lockers else []

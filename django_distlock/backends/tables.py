@@ -337,7 +337,7 @@ class FenceTable:
         return busy()
 
     def _ask_within(self, question: Callable[[str], T], *, long: bool = False) -> T:
-        """Read, and wait no longer for whoever has the tables locked than any other operation."""
+        """Read within the bound of all operations, also if the tables are locked."""
 
         def bounded(on: str) -> T:
             with vendors.of(on).short_transaction(MAX_BOUND, writes=False):

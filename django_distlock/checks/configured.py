@@ -69,7 +69,7 @@ def about(
 
 
 def configured(kind: type[B] | str) -> Iterator[B]:
-    """Give the backends of a kind that can be made; `distlock.E001` tells of the others."""
+    """Yield the backends of a kind, without those that cannot be made: see `distlock.E001`."""
     try:
         aliases = conf.aliases()
     except ImproperlyConfigured:

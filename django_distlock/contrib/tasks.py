@@ -135,7 +135,7 @@ class _Run(NamedTuple):
     kwargs: dict[str, Any]
 
     def left(self, refusal: Refusal) -> Marker:
-        """Say that the body is not run; return what stands for its result."""
+        """Report that the body is not run; return the value that replaces its result."""
         lock = self.locks[0]
         key = refusal.key or lock.key
         return skip(f"The job of {key!r}", refusal, lock.backend, key)

@@ -1,6 +1,6 @@
-"""What is only known when it is asked for: of this process at once, and of the stores in time.
+"""Metrics that are read at the time of a scrape, from this process and from the lock stores.
 
-A store is asked for a bounded time, and not too often, whoever wants to know.
+A store is asked in a bounded time, and its answer is kept for a while: more scrapers ask no more.
 """
 
 from __future__ import annotations
@@ -257,8 +257,8 @@ def _is_over(record: Record, now: datetime) -> bool:
 class Asking(Generic[T]):
     """A question whose answer is kept for a while.
 
-    It is asked in a thread of its own: a store that hangs holds up that thread, and never whoever
-    wants to know. Until it has an answer, nobody asks again.
+    A thread of its own asks it, so a store that hangs blocks that thread and no caller. The
+    question is not asked again until it is answered.
     """
 
     def __init__(self, question: Callable[[], T]):
@@ -304,9 +304,9 @@ def ask_each(
     """Ask every configured store the same at once.
 
     Args:
-        max_age: Seconds since when an answer may be known.
-        patience: Seconds to wait for each answer, from when it was asked for: a store that is
-            silent is waited for once, whoever wants to know it meanwhile.
+        max_age: Seconds for which an answer is kept.
+        patience: Seconds to wait for each answer. They begin when the question is asked, so
+            further callers do not wait for a silent store once more.
 
     Returns:
         The answers, by alias; None: none in time, or an error.
@@ -315,7 +315,7 @@ def ask_each(
     for alias, (each, asked_at) in begin_each(question, max_age=max_age).items():
         try:
             found[alias] = each.result(max(0.0, asked_at + patience - time.monotonic()))
-        except Exception as error:  # noqa: BLE001 - what cannot be known is not
+        except Exception as error:  # noqa: BLE001 - the answer is unknown then
             pass_on(error)
             found[alias] = None
     return found
