@@ -1,4 +1,4 @@
-"""Tasks of Celery under locks."""
+"""Run Celery tasks under locks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Claims: the leases of queued tasks, which belong to no process, and which the run takes over.
+"""Claims: leases that queued tasks hold. They belong to no process until a run takes them over.
 
 Of many calls of a debounced task, the arguments of the last one run. The number of a call is the
-fence of its claim. A separate counter holds twice the highest number: even if its message is in the
-broker, and one more once its run has begun. See docs/decisions/the-last-of-many-calls.md.
+fence of its claim. A separate counter holds twice the highest number whose message is in the
+broker, plus one after its run has begun. See docs/decisions/the-last-of-many-calls.md.
 
 Functions that use a store raise `BackendUnavailable`, also if a transaction is in the way.
 """
@@ -45,7 +45,7 @@ _unsent: dict[str, Gone] = {}
 
 
 class Claim:
-    """The claim of a call that is about to be queued. It is released if it is dropped before."""
+    """The claim of a call about to be queued; released if garbage-collected before `publish`."""
 
     def __init__(self, lock: JobLock, grant: Grant):
         self.lock, self.grant = lock, grant
@@ -67,7 +67,7 @@ def reserve(
         instead_of: The claim to replace; None: acquire a free one.
 
     Raises:
-        LockNotAcquired: It is held, or the one to replace is gone.
+        LockNotAcquired: The key is held, or the claim to replace has ended.
         LockError: Leases of this store cannot be taken over by another process.
     """
     store = lock_backends[lock.backend]
@@ -88,7 +88,7 @@ def reserve(
         lease = lock.acquire()
     try:
         if lease._holding.goes_on:
-            # The transaction has kept the lease of a run that has ended, with that as its holder.
+            # A transaction has kept the lease of an ended run, with that run as the holder.
             ended, lease = lease, replace_one(lock, lease._holding.grant)
             ended._let_go()
         grant = lease._holding.grant
@@ -105,7 +105,7 @@ def reserve(
 
 
 def replace_any(lock: JobLock) -> Lease:
-    """Acquire a claim, or replace that of the call before, so that one call is the last."""
+    """Acquire a claim, or replace that of the previous call, so that one call is the last."""
     store = lock_backends[lock.backend]
     until = monotonic() + WAIT
     while True:
@@ -115,13 +115,13 @@ def replace_any(lock: JobLock) -> Lease:
         except LockNotAcquired:
             counter = store.counter(lock.key)
             is_paused = counter is not None and counter.paused_until is not None
-            # If the key is not paused, another caller was quicker.
+            # If the key is not paused, another caller was faster: try again.
             if is_paused or monotonic() >= until:
                 raise
 
 
 def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
-    """Acquire a key by replacing a lease; `LockNotAcquired`: that lease is gone."""
+    """Acquire a key by replacing a lease; `LockNotAcquired`: that lease has ended."""
     store = lock_backends[lock.backend]
     kept, token, permits = lock._terms(store), new_token(), checking.counted(lock)
     sent_at = store.monotonic()
@@ -141,7 +141,7 @@ def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
             )
             return lease_of(store, answer, sent_at, kept)
     except BaseException:
-        # It may have been granted: the answer was lost, or a signal's handler raised.
+        # The key may have been granted: the answer was lost, or a signal's handler raised.
         at, shared = datetime.now(UTC), permits != 1
         release_unanswered(store, Grant(lock.key, token, 1, kept.ttl, at, None, shared=shared))
         raise
@@ -153,7 +153,7 @@ def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
 def with_claim(
     options: dict[str, Any], header: str, fence: int, task_id: str | None
 ) -> dict[str, Any]:
-    """Return the options of a message with a claim or a place, whose fence is in a header."""
+    """Return a message's options with the fence of a claim or place added as a header."""
     headers = {**(options.get("headers") or {}), header: f"{fence:015d}", OF: task_id}
     return {**options, "headers": headers}
 
@@ -246,7 +246,7 @@ def begin(lock: JobLock, number: int) -> bool:
 
 
 def free(lock: JobLock, fence: int) -> None:
-    """Release a claim if it still has the fence of the message."""
+    """Release a message's claim if the key is still held with that fence by that task."""
     store = lock_backends[lock.backend]
     claims = (
         each

@@ -1,4 +1,4 @@
-"""One delivery of a task, described by its headers and its request, and how it is queued again."""
+"""Read one delivery of a task from its headers and its request, and queue the task again."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from .terms import Call, Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
 
-#: The fence of the lease that keeps others like this task from being queued.
+#: The fence of the lease on the task's unique key.
 UNIQUE: Final = "distlock_unique"
 #: The fence of the lease that the sender of the task works under.
 LEASE: Final = "distlock_lease"
-#: The serializer that its sender chose, because Celery forgets that between two attempts.
+#: The serializer that the sender chose, because Celery loses it between two attempts.
 SERIALIZER: Final = "distlock_serializer"
 #: Until when a task without its lock is queued again, in seconds since 1970.
 UNTIL: Final = "distlock_until"
-#: How often it was queued again.
+#: How often the task was queued again.
 TIMES: Final = "distlock_times"
-#: The key that it waits for in its queue, and the note of that wait in the store.
+#: The key that the task waits for in its queue, and the note of that wait in the store.
 WAITS: Final = "distlock_waits"
-#: The attempt that these headers are about: the number of retries.
+#: The attempt that these headers describe: the number of retries.
 ATTEMPT: Final = "distlock_attempt"
-#: Whether the delivery before was still running.
+#: Whether the previous delivery was still running.
 AGAIN: Final = "distlock_again"
 
 #: The shortest wait in a queue, in seconds. Celery stores the state RETRY after it has sent the
 #: message. If the next run has ended by then, RETRY overwrites its result.
 _STORED_WITHIN: Final = 0.1
 
-#: The id of the task that these headers are about, because it may send others with its own headers.
+#: The id of the task that these headers describe, because it may copy them to tasks it sends.
 OF: Final = "distlock_of"
 
 _OURS: Final = frozenset((UNTIL, TIMES, ATTEMPT, AGAIN, WAITS, "redelivered"))
-#: Headers that RabbitMQ adds to a delayed message; sent again with them, it may be dropped.
+#: Headers that RabbitMQ adds to a delayed message. It may drop a message that is sent with them.
 _DEATHS: Final = ("x-death", "x-first-death-", "x-last-death-")
 
 
 class HandedBack(Reject, Ignore):  # type: ignore[misc]
-    """Makes the broker deliver a message again; as an `Ignore`, `autoretry_for` lets it pass."""
+    """Makes the broker deliver a message again; an `Ignore`, which `autoretry_for` re-raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,53 +78,53 @@ class Delivery:
         is_bound = bool(args) and isinstance(args[0], Task)
         task = args[0] if is_bound else get_current_task()
         if not is_bound and terms_of(task) is not terms:
-            task = None  # A plain call, in the body of another task.
+            task = None  # A plain call in the body of another task.
         name = f"{function.__module__}.{function.__qualname__}" if task is None else task.name
         request = None if task is None else traced(task)
         if run_of(request) is not None:
-            # A plain call, in the task's own body. Celery has copied this attribute as a header.
+            # A plain call in the task's own body. Celery has copied this attribute as a header.
             (task.request.headers or {}).pop("distlock_run", None)
             request = None
         return cls(task, request, Call(name, tuple(args), kwargs, is_bound))
 
     @property
     def is_traced(self) -> bool:
-        """Whether Celery runs it, in a worker or eagerly, and so sends a signal at its end."""
+        """Whether Celery runs it, in a worker or eagerly, and sends a signal at its end."""
         return self.request is not None and not self.request.called_directly
 
     @property
     def is_queued(self) -> bool:
-        """Whether it came from a queue, and can go back to it."""
+        """Whether the task came from a queue, and can go back to it."""
         return self.is_traced and not self.request.is_eager
 
     @property
     def id(self) -> str | None:
-        """The id of the task; None: it was called."""
+        """The id of the task; None: the task was called."""
         return str(self.request.id) if self.is_traced else None
 
     @property
     def label(self) -> str:
-        """Its name in messages: the id of the task, or the name of the function."""
+        """The name for log messages: the id of the task, or the name of the function."""
         return self.id or self.call.task
 
     @property
     def note(self) -> str:
-        """The name of the note that it is finished; each retry and replacement has its own."""
+        """The name of the note that the task has finished, one for each retry and replacement."""
         return f"celery:{self.id}:{self.request.replaced_task_nesting}:{self.request.retries}"
 
     @property
     def is_acked_late(self) -> bool:
-        """Whether it may be delivered again after it has started."""
+        """Whether the task may be delivered again after it has started."""
         return self.is_queued and bool(self.task.acks_late)
 
     @property
     def was_seen_running(self) -> bool:
-        """Whether the delivery before was running when this one arrived."""
+        """Whether the previous delivery was running when this one arrived."""
         return bool(self._of_this_attempt(AGAIN))
 
     @property
     def is_redelivered(self) -> bool:
-        """Whether it was delivered before."""
+        """Whether the task was delivered before."""
         if not self.is_queued:
             return False
         info = self.request.delivery_info or {}
@@ -132,50 +132,50 @@ class Delivery:
 
     @property
     def times(self) -> int:
-        """How often it was queued again."""
+        """How often the task was queued again."""
         return int(self._of_this_attempt(TIMES) or 0)
 
     @property
     def until(self) -> float | None:
-        """Until when it is queued again, in seconds since 1970; None: not decided yet."""
+        """Until when the task is queued again, in seconds since 1970; None: not decided yet."""
         until = self._of_this_attempt(UNTIL)
         return None if until is None else float(until)
 
     @property
     def waits(self) -> tuple[str, str] | None:
-        """The key that it waited for in its queue, and the note of that wait; None: none."""
+        """The key that the task waited for in its queue, and the note of that wait; None: none."""
         waits = self._of_this_attempt(WAITS)
         return None if waits is None else (str(waits[0]), str(waits[1]))
 
     def header(self, name: str) -> Any:
-        """Return a header; None: it has none."""
+        """Return a header; None: the message does not have it."""
         return headers_of(self.request).get(name) if self.is_traced else None
 
     def _of_this_attempt(self, name: str) -> Any:
-        # A retry by the task itself copies the headers of the attempt before.
+        # A retry by the task itself copies the headers of the previous attempt.
         if self.header(ATTEMPT) != (self.request.retries if self.is_traced else None):
             return None
         return self.header(name)
 
 
 def traced(task: Any) -> Any:
-    """Return the request by which Celery runs a task: each call of the task pushes a copy of it."""
+    """Return the request with which Celery runs a task, of which each call pushes a copy."""
     request = task.request
     return next((each for each in task.request_stack.stack if each.id == request.id), request)
 
 
 def run_of(request: Any) -> Any:
-    """Return the run of a traced request; None: it has not begun, or its result is stored."""
+    """Return the run of a traced request; None: not begun, or its result is stored."""
     return getattr(request, "distlock_run", None)
 
 
 def headers_of(request: Any) -> dict[str, Any]:
-    """Return the headers that a request came with, beside Celery's."""
+    """Return the headers of a request, without those of Celery."""
     return own_headers(getattr(request, "headers", None), getattr(request, "id", None))
 
 
 def own_headers(headers: Mapping[str, Any] | None, task_id: str | None) -> dict[str, Any]:
-    """Return headers without those of this package that are about another task."""
+    """Return headers without those of this package that describe another task."""
     is_own = (headers or {}).get(OF, task_id) == task_id
     return {
         name: value
@@ -199,10 +199,10 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
     It does not count as a retry, because `max_retries` is about the task's own retries.
 
     Raises:
-        LockNotAcquired: `max_wait` is over, or no pause is left.
-        BackendUnavailable: The same, while the store is unavailable.
-        EncodeError: Its arguments came in a format that the task does not use itself.
-        Reject: It could not be sent, so the broker delivers it again.
+        LockNotAcquired: `max_wait` has ended, or no pause is left.
+        BackendUnavailable: The same, if the store is unavailable.
+        EncodeError: The arguments came in a format that the task itself does not use.
+        Reject: The message could not be sent, so the broker delivers this one again.
     """
     at = time.time()
     until = delivery.until
@@ -226,13 +226,13 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
 
 
 def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired) -> Ignore:
-    """Queue a delivery again whose first run goes on, and return what ends this one.
+    """Queue a task again whose previous delivery is still running; return what ends this one.
 
-    Without an end, for what it waits for is itself; and without a state, for that is the run's.
+    It waits without limit, because it waits for itself. It sets no state: the run sets that.
     """
     endless = replace(rules, max_wait=None, retry=replace(rules.retry, max_retries=None))
     pause = endless.pause(Queued(0.0, delivery.times), time.time()) or 0.0
-    # Not at once: a run that goes on for an hour is asked for a hundred times and not for millions.
+    # The lower bound lets a run of an hour cause a hundred more deliveries, not millions.
     pause = _kept(delivery, max(pause, min(rules.retry.delay, 1.0) / 2))
     extra = log_fields("queued_again", task=delivery.id, error=error)
     logger.info(
@@ -243,9 +243,9 @@ def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired
 
 
 def forget_wait(alias: str, waits: tuple[str, str] | None) -> None:
-    """Remove the note that a task waits in its queue: it runs, or has ended."""
+    """Remove the note that a task waits in its queue, because it runs or has ended."""
     if waits is not None:
-        # Otherwise the note expires. One of another kind of store may not be a number.
+        # If this fails, the note expires. A note of another kind of store may not be a number.
         with suppress(LockError, ValueError):
             lock_backends[alias].waiters.drop(*waits)
 
@@ -270,7 +270,7 @@ def _note(delivery: Delivery, rules: Rules, error: Refusal, pause: float) -> tup
 def _kept(delivery: Delivery, pause: float) -> float:
     """Return a pause that is short enough for the broker's redelivery of messages."""
     app = delivery.task.app
-    # With quorum queues, RabbitMQ delays messages, and Celery allows no less than a second.
+    # With quorum queues, RabbitMQ delays the messages, and Celery allows no pause below a second.
     arguments = [each.queue_arguments or {} for each in app.amqp.queues.values()]
     if any(each.get("x-queue-type") == "quorum" for each in arguments):
         pause = max(pause, 1.0)

@@ -1,6 +1,6 @@
 """Release the leases of dead worker processes, in their parent.
 
-A child that is killed runs no `finally`. Its parent learns of that by methods of the request: see
+A killed child runs no `finally`. Celery then calls methods of the request in its parent: see
 docs/decisions/a-dead-child-is-ended-by-its-parent.md.
 """
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("django_distlock")
 
 #: Seconds that the worker waits for a store before it goes on.
 _PATIENCE: Final = 2.0
-#: Seconds until the kernel has removed a dead child, after its parent was told.
+#: Seconds in which the kernel removes a dead child after its parent was notified.
 _REAPED: Final = 0.5
 
 
@@ -48,7 +48,7 @@ class EndsTheDead:
     __slots__ = ()
 
     def on_timeout(self, soft: bool, timeout: Any) -> Any:
-        """Release the lease when the child is dead, which is killed after this."""
+        """Release the lease when the child is dead: it is killed after this call."""
         if not soft:
             end(self, at_once=False)
         return super().on_timeout(soft, timeout)  # type: ignore[misc]
@@ -68,7 +68,7 @@ class EndsTheDead:
             _end_started(self)
 
     def _announce_revoked(self, reason: Any, terminated: bool, *args: Any) -> None:
-        """Release the claims first: a client that sees REVOKED may send it again at once."""
+        """Release the claims first: a client that sees REVOKED may send again immediately."""
         if not terminated:
             _free_claims_soon(self)
         super()._announce_revoked(reason, terminated, *args)  # type: ignore[misc]
@@ -88,7 +88,7 @@ class EndsTheDead:
 
 
 def end(request: Any, *, at_once: bool) -> None:
-    """Release the leases of a task whose process is dead, as soon as that can be seen.
+    """Release the leases of a task's process when the process is seen to be dead.
 
     This never raises. At worst the lease expires, or is renewed if the process lives on.
 
@@ -131,7 +131,7 @@ def _free_claims_soon(request: Any) -> None:
 
 
 def free_claims(task: Any, request: Any) -> None:
-    """Release the claims of a task that is over and has not taken them over."""
+    """Release the claims of a task that has ended without taking them over."""
     terms, fences = terms_of(task), _claims_of(request)
     if terms is None or not fences:
         return
@@ -162,7 +162,7 @@ def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: boo
         if (holder.host, holder.boot_id) != (ours.host, ours.boot_id) or record.is_settled:
             continue
         if holder.pid == os.getpid() or request.worker_pid not in (None, holder.pid):
-            continue  # Another delivery of the same task, or not a child of this process.
+            continue  # The holder is another delivery of the task, or no child of this process.
         if _is_dead(record, _REAPED if at_once else 0.0):
             _release(store, terms, record, request)
         else:
@@ -180,7 +180,7 @@ def _watch_over(
     until = time.monotonic() + terms.grace
     for record in records:
         if _is_dead(record, until - time.monotonic()):
-            # Only the lease with this token is released, whoever holds the key by now.
+            # Only the lease with this token is released, also if the key has another holder now.
             _do(store, partial(_release, store, terms, record, request))
             continue
         text = "%r stays held: the process of its task %s was terminated but still runs"
@@ -202,8 +202,8 @@ def _locks_of(terms: Terms, task: Any, request: Any) -> list[JobLock] | None:
     """Return the locks that a task may hold; None: its keys are unknown here."""
     keys = [*(each for each, _ in terms.locks), *([terms.unique] if terms.unique else [])]
     body = getattr(task, "_orig_run", task.run)
-    # Code of the project, for a key or its permits, runs only in the task's process. So does what
-    # wraps its body: with pydantic=True, the arguments differ from those in the message.
+    # Project code that makes a key or its permits runs only in the task's process. So do wrappers
+    # of the body: with pydantic=True, the arguments differ from those in the message.
     is_wrapped = hasattr(getattr(body, "__wrapped__", None), "distlock_terms")
     counts = [terms.rules.lock.permits, *(permits for _, permits in terms.locks)]
     if is_wrapped or any(map(callable, counts)) or not all(each.is_plain for each in keys):
@@ -214,7 +214,7 @@ def _locks_of(terms: Terms, task: Any, request: Any) -> list[JobLock] | None:
         if terms.max_queued:
             locks.append(terms.place_of(call, request.id))
     except (InvalidArgument, TypeError, AttributeError, LookupError):
-        return None  # The arguments in the message make no key.
+        return None  # No key can be made from the arguments in the message.
     return [each for each in locks if each is not None]
 
 
@@ -240,7 +240,7 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
         kept = 0.0
     released = store.release(grant, kept or None)
     if released is False:
-        return  # The process has done so itself, or somebody else has the key.
+        return  # The process has released it itself, or the key has another holder.
     text = f"%r is released: process {record.holder.pid}, which ran its task %s, has died"
     _warn("given_back", text, store, record, request)
     began = request.time_start
@@ -259,7 +259,7 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
 
 
 def _warn(event: str, text: str, store: BaseLockBackend, record: Record, request: Any) -> None:
-    """Log what was done with a key; the text has placeholders for it and the task's id."""
+    """Log what was done with a key; the text has placeholders for the key and the task's id."""
     extra = log_fields(
         event,
         backend=store.alias,

@@ -1,7 +1,7 @@
-"""Tasks that failed because the store of their locks was away: kept in a table, to be sent again.
+"""Keep tasks that failed because the store of their locks was unavailable, to send them again.
 
-A task is kept where it came to its end without its body having begun: nothing of it was done. What
-reads the table raises `BackendUnavailable` where the database does not answer.
+A task is kept in a table only if its body had not begun, so nothing of it was done. Functions that
+read the table raise `BackendUnavailable` if the database does not answer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .deliveries import Delivery
 if TYPE_CHECKING:
     from ...models import FailedTask
 
-#: They have no types.
+#: These functions of kombu have no types.
 _dumps: Any = dumps
 _loads: Any = loads
 _accepted: Any = prepare_accept_content
 
-#: Bytes of the longest arguments that are kept: others may wait in the memory of the worker.
+#: Maximum bytes of arguments that are kept, because many may wait in the worker's memory.
 MAX_BODY: Final = 100_000
 
 _WORDS: Final = leftovers.Words(
@@ -45,11 +45,11 @@ _WORDS: Final = leftovers.Words(
 
 
 def keep(delivery: Delivery, backend: str, key: str) -> None:
-    """Keep a task that has failed: now, or as soon as the database answers; "": no key is known."""
+    """Keep a failed task, now or as soon as the database answers; `key` "": unknown."""
     task, request = delivery.task, delivery.request
     using = router.db_for_write(_model())
     if connections[using].vendor not in vendors.VENDORS:
-        return  # A project without a database has nowhere to keep it.
+        return  # Without a database, the project has no place to keep the task.
     row = _model()(
         task_id=str(request.id),
         task=task.name,
@@ -63,7 +63,7 @@ def keep(delivery: Delivery, backend: str, key: str) -> None:
 
 
 def failed(*, sent: bool) -> list[FailedTask]:
-    """Return the tasks that were kept, the first to fail first; `sent`: also those sent again."""
+    """Return the kept tasks in the order of their failures; `sent`: also those sent again."""
     using = router.db_for_write(_model())
     rows = _model().objects.using(using).order_by("failed_at", "pk")
     with vendors.translated(using):
@@ -71,18 +71,18 @@ def failed(*, sent: bool) -> list[FailedTask]:
 
 
 def send(app: Any, row: FailedTask) -> str | None:
-    """Send a task again, with a new id, once: whoever marks it first.
+    """Send a task again, once, with a new id: only the caller that marks its row first sends it.
 
-    Marked before it is sent: a process that dies between the two sends nothing.
+    The row is marked before the task is sent. A process that dies between the two sends nothing.
 
     Returns:
-        The id; None: it was sent already.
+        The id; None: the task was sent already.
 
     Raises:
-        LockNotAcquired: It was not queued, as its terms say. It is not marked then.
+        LockNotAcquired: The task was not queued, as its terms say. Its row is not marked then.
         LockUsageError: Its arguments were not kept, or this app does not accept their format.
-        BackendUnavailable: The database is unavailable, the broker, or the store of a unique
-            task. It is not marked then.
+        BackendUnavailable: The database, the broker or the store of a unique task is unavailable.
+            Its row is not marked then.
     """
     args, kwargs = _unpacked(app, row)
     using = row._state.db or router.db_for_write(_model())
@@ -112,7 +112,7 @@ def send(app: Any, row: FailedTask) -> str | None:
 
 
 def drop(row: FailedTask) -> None:
-    """Forget a task."""
+    """Delete the row of a task."""
     using = row._state.db or router.db_for_write(_model())
     with vendors.translated(using):
         _model().objects.using(using).filter(pk=row.pk).delete()
@@ -127,7 +127,7 @@ def _route(info: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that send a message where one was delivered."""
     names = ["priority", "exchange", "routing_key"]
     if info.get("exchange") == "" and info.get("routing_key"):
-        # The exchange without a name: what it routes by is the queue.
+        # The default exchange, which has no name, routes by the name of the queue.
         info, names = {**info, "queue": info["routing_key"]}, ["priority", "queue"]
     return {name: info[name] for name in names if info.get(name) is not None}
 
@@ -164,14 +164,14 @@ def _unpacked(app: Any, row: FailedTask) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _write(using: str, row: FailedTask) -> None:
-    # As locks do: a server that falls silent must not keep the worker for longer than seconds.
+    # As for locks: a server that stops answering must not block the worker for more than seconds.
     try:
         with (
             vendors.translated(using),
             _connections(using).use() as on,
             vendors.of(on).short_transaction(MAX_BOUND),
         ):
-            # Tried again, or delivered again, it is one.
+            # A write that is tried again, or a redelivered task, has the same id.
             _model().objects.using(on).bulk_create([row], ignore_conflicts=True)
     except NoConnectionFree as error:
         raise BackendUnavailable(str(error), code="network_timeout") from error

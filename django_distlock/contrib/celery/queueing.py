@@ -1,4 +1,4 @@
-"""How locked tasks are queued: at most once, so many behind a key, or under a sender's lease."""
+"""Queue locked tasks: at most once, up to a limit for each key, or under the sender's lease."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from .terms import Call, Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
 
-#: Options of tasks that others wait for. A chord's body is known by the id that it was given.
+#: Options of tasks whose result others wait for. A chord's body is known by its given task id.
 _AWAITED = ("chord", "group_id", "chain", "link")
-#: The same, of what is about one message: a second one of the same call goes without.
+#: Options that belong to one message: a second message of the same call is sent without them.
 _OF_ONE = {*_AWAITED, "link_error", "group_index", "parent_id", "root_id", "reply_to"}
-#: The leases of tasks that run in this process, by token: one thread may send what another runs.
+#: The leases of tasks that run in this process, by token: another thread may run what one sends.
 _here: WeakValueDictionary[str, Lease] = WeakValueDictionary()
 
 
 def call_of(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return the call that the body of a task will get."""
-    # With pydantic=True Celery sends what it has made of models, and a worker sees nothing else.
+    # With pydantic=True Celery dumps models before it sends them, so a worker sees only the dumps.
     dumped = getattr(task, "_dump_pydantic_arguments", None)
     if dumped is not None and task.serializer != "pickle":
         args, kwargs = dumped(args, kwargs)
@@ -76,7 +76,7 @@ def send(
     if not goes_on and terms.debounce > delay:
         delay = terms.debounce
         options = {**options, "countdown": delay, "eta": None}
-    # What follows in a chain, and a callback, are sent by a worker: nobody would hear of an error.
+    # Workers send callbacks and the next tasks of chains: no caller would see an error.
     follows = goes_on or bool(options.get("parent_id") or options.get("root_id"))
     is_awaited = follows or task_id is not None or any(options.get(name) for name in _AWAITED)
     sending = backlog.Sending(
@@ -112,7 +112,7 @@ def _send_unique(
     task_id: str,
     **options: Any,
 ) -> Any:
-    """Queue a call unless one like it is queued or running; `again` sends it as a later call."""
+    """Queue a call unless its key is queued or running; `again` sends it as a later call."""
     task, terms = sending.task, sending.terms
     lock = terms.unique_of(sending.call, task_id)
     assert lock is not None  # noqa: S101 - there is a unique key
@@ -120,12 +120,12 @@ def _send_unique(
         claim = _reserve(sending, lock, options)
     except LockNotAcquired as error:
         if sending.is_awaited:
-            # Others wait for this very task: it is sent, and skipped when it comes.
+            # Others wait for this task id: it is sent, and a worker skips it.
             return publish(task_id=task_id, **options)
         if terms.debounce or error.holder is None or error.holder.task_id is None:
             raise
         result = _queued_already(task, task_id, lock, error, error.holder.task_id)
-        # Else `get()` waits for ever for what is not stored.
+        # Otherwise `get()` would wait for ever for a result that is not stored.
         result.ignored = options.get("ignore_result", task.ignore_result)
         return result
     except BackendUnavailable as error:
@@ -149,14 +149,14 @@ def _send_unique(
 
 
 def _reserve(sending: backlog.Sending, lock: JobLock, options: Mapping[str, Any]) -> claims.Claim:
-    """Take a unique key, also from the run in whose place this call is sent.
+    """Acquire a unique key, or take it over from the run that this call replaces.
 
-    Or from a call that will not run, because a later one has its place.
+    It may also be taken over from a call that will not run, because a later one has its place.
     """
     reserve = partial(claims.reserve, lock, sending.terms, sending.delay, sending.unique_ttl)
     run = run_of(traced(sending.task))
     if options.get("replaced_task_nesting") and run is not None:
-        # The first task of a chain has not the id of the task that the chain replaces.
+        # The first task of a chain has another id than the task that the chain replaces.
         lease = run.unique
         if lease is not None and lease.held and lease.key == lock.key:
             lease._let_go()
@@ -183,7 +183,7 @@ def _checked(unique_ttl: Duration | None, task: Any, terms: Terms | None) -> flo
 def _queued_already(
     task: Any, task_id: str, lock: JobLock, error: LockNotAcquired, queued: str
 ) -> Any:
-    """Return the result of the task that is queued or running, and say so."""
+    """Log that the task is already queued or running, and return its result."""
     extra = log_fields("queued_already", backend=lock.backend, task=task_id, error=error)
     logger.info(
         "Not queued, because it is already queued as %s: %r", queued, error.key, extra=extra
@@ -195,7 +195,7 @@ def _queued_already(
 def _send_if_overtaken(
     lock: JobLock, grant: Grant, again: Callable[[], Any], publish: Callable[[], Any]
 ) -> Any:
-    """Note that a call is in the broker; send it again if its message would give way in vain."""
+    """Note that a call is in the broker; send it again if a later call has already begun."""
     try:
         return again() if claims.is_overtaken(lock, grant) else None
     except LockError as error:
@@ -203,21 +203,21 @@ def _send_if_overtaken(
         logger.warning(
             "It is unknown which call of %r is the last one: %s", lock.key, error, extra=extra
         )
-        # Without a number: such a message gives way to none.
+        # A message without a number gives way to no other.
         return publish()
 
 
 def headers_of_retry(
     task: Any, request: Any, given: dict[str, Any] | None, args: Any, kwargs: Any
 ) -> dict[str, Any]:
-    """Return the headers of a retry: it goes on with the unique key of the run that sends it.
+    """Return the headers of a retry, with which it keeps the unique key of the run that sends it.
 
-    Its arguments may be others, and make another key: that one it takes as anybody would.
+    If its arguments have changed and make another key, it acquires that like any other call.
     """
     headers = {**kept_headers(request), **(given or {})}
     run = run_of(traced(task))
     if run is not None and run.has_begun:
-        # It has left its place, and gives way to no later call.
+        # The run has given its place back, so its retry gives way to no later call.
         headers.pop(backlog.PLACE, None)
     if run is not None and run.unique is not None:
         headers |= {UNIQUE: run.unique.fence_token, OF: request.id}
@@ -249,7 +249,7 @@ def _carries(lease: Lease, options: Mapping[str, Any]) -> bool:
 
 
 def take(lock: JobLock, delivery: Delivery) -> Lease:
-    """Take a unique key over from the queue, or take it as anybody would."""
+    """Take over the unique key that a queued task holds, or acquire it like any other run."""
     store = lock_backends[lock.backend]
     record = store.read(lock.key) if delivery.is_traced else None
     if record is not None and record.holder.task_id == delivery.id and not record.is_settled:
@@ -260,7 +260,7 @@ def take(lock: JobLock, delivery: Delivery) -> Lease:
 
 
 def keep(lease: Lease, terms: Terms, when: object) -> None:
-    """Leave a unique key to the retry or the replacement of its task, in seconds or at a time."""
+    """Leave a unique key to its task's retry or replacement; `when`: seconds, or a time."""
     store = lock_backends[lease.backend]
     try:
         grant = lease._holding.grant
@@ -269,7 +269,7 @@ def keep(lease: Lease, terms: Terms, when: object) -> None:
             grant, claims.queue_ttl(terms, store.config.max_ttl, claims.seconds_until(when))
         )
     except LockLost:
-        return  # The retry has begun, or takes the key as anybody would.
+        return  # The retry has begun, or acquires the key like any other run.
     except LockError as error:
         extra = log_fields("extend_failed", backend=store.alias, key=lease.key, error=error)
         logger.warning(
@@ -278,7 +278,7 @@ def keep(lease: Lease, terms: Terms, when: object) -> None:
 
 
 def remember(lease: Lease) -> None:
-    """Let tasks of this process work under a lease."""
+    """Let tasks that this process runs work under a lease that it holds."""
     if lease.held:
         _here[lease.token] = lease
 
@@ -286,9 +286,9 @@ def remember(lease: Lease) -> None:
 def hand_down(
     sender: Any = None, body: Any = None, headers: dict[str, Any] | None = None, **_: Any
 ) -> None:
-    """Tell a task under which lease it is sent: a receiver of `before_task_publish`.
+    """Add the sender's lease to a task's headers: a receiver of `before_task_publish`.
 
-    Not inside a transaction: it might begin before what was written there is committed.
+    Inside a transaction it is not added: the task could begin before the sender's writes commit.
     """
     if headers is None or context.current_lease() is None:
         return
@@ -303,9 +303,9 @@ def hand_down(
     try:
         key = terms.lock.make(call_of(task, tuple(args), dict(kwargs)))
     except (InvalidArgument, TypeError):
-        return  # The task itself will say so.
+        return  # The task itself raises the error.
     lease = context.holds(terms.backend, key)
-    # The sender of a retry or a replacement does not wait for it.
+    # The sender of a retry or a replacement does not wait for that task.
     if lease is None or lease.holder.task_id == headers.get("id"):
         return
     if deferred_release.open_transactions():
@@ -325,9 +325,9 @@ def hand_down(
 
 @contextmanager
 def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None]:
-    """Run a block under the lease that has this fence; None where the lease has ended.
+    """Run a block under the lease with this fence; yield None if the lease has ended.
 
-    The sender of the task releases it. While both run, both renew it.
+    The sender of the task releases the lease. While both run, both renew it.
 
     Raises:
         LockLost: The lease ended before the block did.
@@ -354,7 +354,7 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
         with bound(lease):
             yield lease
     finally:
-        with suppress(LockError):  # It is lost: there is nothing to let go of.
+        with suppress(LockError):  # It is lost already.
             lease._let_go()
     if lease.is_lost:
         raise LockLost(f"The lease on {key!r} ended before the task that worked under it.", key=key)
@@ -362,7 +362,7 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
 
 @contextmanager
 def bound(lease: Lease) -> Iterator[None]:
-    """Let the code of a block find a lease that others release."""
+    """Make a lease current for the code of a block, which does not release it."""
     block = context.bind(lease)
     try:
         yield
@@ -371,7 +371,7 @@ def bound(lease: Lease) -> Iterator[None]:
 
 
 def _goes_on(task: Any, task_id: str | None, options: dict[str, Any]) -> bool:
-    """Whether this is another attempt of a task that was queued."""
+    """Whether this call is another attempt of a task that was queued before."""
     if UNIQUE in (options.get("headers") or {}) or options.get("retries"):
         return True
     request = task.request
@@ -379,7 +379,7 @@ def _goes_on(task: Any, task_id: str | None, options: dict[str, Any]) -> bool:
 
 
 def _has_no_claim(task: Any, terms: Terms) -> bool:
-    """Whether this is a retry of a run whose claim was given back: as it began, or as it died."""
+    """Whether this is a retry of a run whose claim was released when the run began or died."""
     if terms.debounce:
         return False
     run = run_of(traced(task))

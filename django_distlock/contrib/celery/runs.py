@@ -1,4 +1,4 @@
-"""What happens around the body of a locked task."""
+"""Run the body of a locked task under its locks, or do what its terms say instead."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from .terms import Call, Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds that the note of a run may come after the release of its lock.
+#: Seconds after the release of a run's lock within which its note may be written.
 _SETTLING: Final = 2.0
-#: What no message of a task comes behind.
+#: States after which no message of the task follows.
 _OVER: Final = (states.SUCCESS, states.FAILURE, states.IGNORED)
 
 
 def run(
     terms: Terms, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call the body of a task under its locks, or do what the terms say."""
+    """Call the body of a task under its locks, or do what the terms say instead."""
     if args and _overrides(args[0], terms):
-        # By `super().run()`: a part of the body that has the locks already.
+        # A call of `super().run()` by a body that holds its locks already.
         return function(*args, **kwargs)
     delivery = Delivery.of(terms, function, args, kwargs)
     made = Run(terms, delivery, partial(function, *args, **kwargs))
     if delivery.is_traced:
-        # For the signal at its end, where its result is stored.
+        # `ended` finds it, when the result is stored.
         delivery.request.distlock_run = made
         return made()
     try:
@@ -70,15 +70,15 @@ class Run:
     """One run of a task.
 
     Attributes:
-        unique: What keeps others like it from being queued, until its result is stored.
-        comes_again: When the retry or replacement comes to which it leaves its unique key, which
-            Celery may know or not: seconds, or a time; None: none was sent.
-        opened: What lives for as long as its unique key is renewed.
+        unique: The lease on its unique key, which it holds until its result is stored.
+        comes_again: When the retry or replacement comes to which the run leaves its unique key:
+            seconds, or a time; None: none was sent. Celery may not know of that task.
+        opened: An object that is alive while the unique key is renewed.
     """
 
     def __init__(self, terms: Terms, delivery: Delivery, body: Callable[[], Any]):
         self.unique: Lease | None = None
-        # What keeps its unique key: Celery ignores what a signal raises in its receivers.
+        # Renews the unique key: Celery swallows what a signal raises inside its receivers.
         self._block = Block(None)
         self.opened: list[object] = [None]
         self.has_begun = False
@@ -87,24 +87,24 @@ class Run:
         self._delivery = delivery
         self._body = body
         self._store = lock_backends[terms.backend]
-        # What its message keeps, by header: the unique key until the run takes that over, and the
-        # place among those that wait until its body begins.
+        # What the message still holds, by header: the unique key until the run takes it over, and
+        # the place in the backlog until the body begins.
         self._kept: dict[str, JobLock] = {}
         self._fence = 0
-        # Whether a later call runs in its place.
+        # Whether a later call runs instead.
         self._is_replaced = False
-        # Whether it waited for others, of which one may have been another delivery of this task.
+        # Whether it met other holders. One of them may have been another delivery of this task.
         self._has_met = False
-        # The keys that others may hold beside it.
+        # The keys that others may hold at the same time.
         self._shared: set[str] = set()
-        # By which people see that it waited in its queue.
+        # The note that shows operators that the task waited in its queue.
         self._waits = delivery.waits
-        # What the run is about, for messages.
+        # The key for messages.
         self._key: str | None = None
         self._started_at = monotonic()
 
     def __call__(self) -> Any:
-        """Run the body, or what is done in its place."""
+        """Run the body, or do what the terms say instead."""
         locks, unique = self._locks()
         self._key = next((each.key for each in (*locks, unique) if each is not None), None)
         with attempt(self._held(locks, unique)) as refusal:
@@ -114,8 +114,8 @@ class Run:
         return self._refused(refusal, unique)
 
     def end(self, state: str, retval: Any) -> None:
-        """End what lasts until the result is stored, and note that it is."""
-        # Its pool ends a greenlet by what is no `Exception`; the end of a worker is a `SystemExit`.
+        """End what lasts until the result is stored, and note that the task has finished."""
+        # A pool kills greenlets with other classes than `Exception`; workers end by `SystemExit`.
         no_kill = Exception, SystemExit, KeyboardInterrupt, type(None)
         is_over = (
             state in (states.SUCCESS, states.FAILURE)
@@ -131,7 +131,7 @@ class Run:
             if state != states.RETRY:
                 self._wait_no_more()
         finally:
-            # A soft time limit may end each of them, once, and the key would be renewed for ever.
+            # A soft time limit may interrupt a call, once. The key would be renewed for ever.
             try:
                 self._end_claims(state, retval, is_over=is_over)
             finally:
@@ -142,7 +142,7 @@ class Run:
             self._give_back(PLACE)
         unique = self.unique
         if unique is None:
-            # A task that is over, and was refused before it took its key over from the queue.
+            # The task has ended without having taken over its key from the queue.
             if is_over:
                 self._give_back(UNIQUE)
         elif self.comes_again is not None:
@@ -159,7 +159,7 @@ class Run:
         if (lock := self._kept.get(header)) is not None:
             free = partial(claims.free, lock, self._number(header))
             leftovers.free(free, self._terms.backend, lock.key)
-            # Only now: what interrupts this is followed by `end`.
+            # Last, because `end` repeats this after an interruption.
             self._kept.pop(header, None)
 
     def _number(self, header: str) -> int:
@@ -179,24 +179,24 @@ class Run:
         locks = terms.locks_of(delivery.call, sent, delivery.id)
         self._shared = {each.key for each in locks if each.shared or each.permits != 1}
         if delivery.is_queued:
-            # Whose key it is decides: beside another delivery of this task, it does not run.
+            # The holder decides: next to another delivery of this task, it does not run.
             locks = [replace(each, on_conflict="raise") for each in locks]
         elif self._policy() == "retry":
-            # There is no queue to go back to.
+            # The call has no queue to go back to, so it waits here.
             longest = WAIT if terms.rules.max_wait is None else min(WAIT, terms.rules.max_wait)
             locks = [replace(each, wait=longest) for each in locks]
         return locks, unique
 
     @contextmanager
     def _held(self, locks: list[JobLock], unique: JobLock | None) -> Iterator[None]:
-        """Hold what a run needs."""
+        """Hold the locks of a run."""
         delivery, until_start = self._delivery, self._terms.until_start
         with ExitStack() as stack:
             if delivery.is_redelivered:
                 self._refuse_if_finished(0.0)
             if self._gives_way():
                 if delivery.times:
-                    # Its first message may have been delivered again, and have run.
+                    # Its first message may have been delivered again and have run.
                     self._refuse_if_finished(0.0)
                 yield
                 return
@@ -214,7 +214,7 @@ class Run:
             yield
 
     def _hold(self, stack: ExitStack, locks: list[JobLock]) -> None:
-        """Hold the locks until the stack ends."""
+        """Hold the locks until the stack is closed."""
         several = lock_set(locks)
         if several is not None:
             for each in locks:
@@ -236,15 +236,15 @@ class Run:
             if lease is not None:
                 self._fence = lease.fence
                 return
-            # Run eagerly, inside of the block of the one that sent it.
+            # The sender may run the task eagerly, inside its own block.
             lock = replace(lock, reentrant=True)
         try:
             self._look(lock)
             lease = stack.enter_context(lock)
             self._refuse_beside_itself(lease)
         except LockNotAcquired as error:
-            # Who has one of several permits leaves the others: nothing has to be taken over. What
-            # is kept after a release has no holder that could be dead.
+            # A dead holder of one of several permits leaves the others free. A key that is kept
+            # after its release has no holder that could be dead.
             may_be_stolen = not (lock.shared or lock.permits != 1 or lock.hold or lock.min_hold)
             holder = error.holder if may_be_stolen and self._is_by_itself(error) else None
             if holder is None or not is_gone(holder):
@@ -254,7 +254,7 @@ class Run:
         queueing.remember(lease)
 
     def _refuse_beside_itself(self, lease: Lease) -> None:
-        """Refuse to run beside another delivery of the same task, which shares the key."""
+        """Refuse to run next to another delivery of the same task, which shares the key."""
         if not (lease.shared and self._delivery.is_queued):
             return
         for each in self._store.records.sharing(lease.key):
@@ -293,7 +293,7 @@ class Run:
             stack.enter_context(queueing.bound(lease))
 
     def _gives_way(self) -> bool:
-        """Whether a later call was sent in its place: before a lock is waited for."""
+        """Whether a later call runs instead; called before the run waits for a lock."""
         self._is_replaced = self._has_no_place()
         queued = self._kept.get(UNIQUE)
         if self._terms.debounce and queued is not None and not self._delivery.is_redelivered:
@@ -302,7 +302,7 @@ class Run:
 
     @property
     def _sent(self) -> Call:
-        """The call as its sender saw it: what wraps the body may change its arguments."""
+        """The call as its sender made it: wrappers of the body may change the arguments."""
         task, request, call = self._delivery.task, self._delivery.request, self._delivery.call
         if terms_of(task) is not self._terms:
             return call
@@ -315,7 +315,7 @@ class Run:
         return place is not None and backlog.is_replaced(place, self._number(PLACE))
 
     def _start(self) -> None:
-        """Let others be queued from now on: the body sees what they were sent for, or they run."""
+        """Let others be queued from now on, before the body reads: later calls run after it."""
         if (queued := self._kept.get(UNIQUE)) is None:
             return
         if self._terms.debounce:
@@ -331,7 +331,7 @@ class Run:
         return self._body()
 
     def _refuse_if_finished(self, patience: float) -> None:
-        """End a delivery that was run before; have patience for the note of a run that was seen."""
+        """End a delivery that has run before; wait `patience` s for the note of a run just seen."""
         delivery = self._delivery
         if not (self._terms.redelivery_window and delivery.is_acked_late):
             return
@@ -368,7 +368,7 @@ class Run:
     # Refusals
 
     def _policy(self, *, is_duplicate: bool = False) -> str:
-        # A duplicate has nothing to do that the other one does not.
+        # The other task does the work of a duplicate.
         is_retried = (self._is_late or self._terms.until_start) and not is_duplicate
         return self._terms.on_conflict or ("retry" if is_retried else "skip")
 
@@ -378,7 +378,7 @@ class Run:
         return task is not None and bool(task.acks_late)
 
     def _is_by_itself(self, error: LockNotAcquired) -> bool:
-        """Whether another run of this very task is in the way."""
+        """Whether the holder is another delivery of this task."""
         delivery = self._delivery
         if not delivery.is_queued:
             return False
@@ -386,18 +386,18 @@ class Run:
             return delivery.was_seen_running
         if error.holder.task_id == delivery.id:
             return True
-        # The error names one of those who share the key.
+        # The error names only one of the holders that share the key.
         return error.key in self._shared and self._record_of_itself(error.key) is not None
 
     def _record_of_itself(self, key: str) -> Record | None:
-        """Return what another delivery of this task holds of a key; None: nothing."""
+        """Return the record of another delivery of this task that holds a key; None: none does."""
         records = claims.records_of(self._store, key)
         self._has_met = self._has_met or bool(records)
         ours = (each for each in records if each.holder.task_id == self._delivery.id)
         return next(ours, None)
 
     def _refused(self, error: Refusal, unique: JobLock | None) -> Any:
-        """Do what the terms say in place of the body."""
+        """Do what the terms say instead of the body."""
         delivery, terms = self._delivery, self._terms
         if isinstance(error, BackendUnavailable):
             default = "retry" if self._is_late else "raise"
@@ -422,7 +422,7 @@ class Run:
         raise error
 
     def _left(self, locks: list[JobLock], unique: JobLock | None) -> Any:
-        """Leave the work to a later call, or to nobody where it found no place."""
+        """Skip the body, because a later call runs instead or the backlog was full."""
         if self._terms.debounce:
             self._kept.pop(UNIQUE, None)
         key = locks[0].key if unique is None else unique.key
@@ -442,7 +442,7 @@ class Run:
 
 
 def _overrides(task: Any, terms: Terms) -> bool:
-    """Whether a class above the one of a task is locked by these terms, and it by its own."""
+    """Whether a task has its own terms, and these are those of one of its base classes."""
     own = terms_of(task) if isinstance(task, Task) else None
     return own not in (None, terms) and any(
         getattr(each, "distlock_terms", None) is terms and hasattr(each, "distlock_by_class")
@@ -451,7 +451,7 @@ def _overrides(task: Any, terms: Terms) -> bool:
 
 
 def require_base(task: Any) -> None:
-    """Refuse `unique` and `max_queued` where nobody sees that the task is queued."""
+    """Refuse `unique` and `max_queued` on a task whose class does not check what is queued."""
     if not getattr(type(task), "distlock_base", False):
         terms = terms_of(task)
         what = "is unique" if terms is None or terms.unique else "has max_queued"
@@ -462,19 +462,19 @@ def require_base(task: Any) -> None:
 
 
 def ended(task: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:
-    """End what lasts until the result of a task is stored: a receiver of `task_postrun`."""
+    """End what a run holds until its result is stored: a receiver of `task_postrun`."""
     request: Any = getattr(task, "request", None)
     made = run_of(request)
     if isinstance(made, Run):
         request.distlock_run = None
-        # What keeps the unique key is on the stack alone, since a traceback keeps the run. If this
-        # is interrupted, it dies, and the key ends.
+        # Only the stack refers to what keeps the unique key, because a traceback keeps the run
+        # alive. If this is interrupted, that object dies, and the key is released.
         end: Callable[..., object] = made.end
         (made.opened.pop(), end(state or "", retval))
         if made._key is not None:
-            return  # Its keys are known, and so it has ended what it held.
+            return  # Its keys were known, so it has released what it held.
     is_rejected = state == states.REJECTED and not getattr(retval, "requeue", False)
-    # Without a state: the store of results did not take that it is started, and so it has failed.
+    # Without a state, the task failed because the result store did not accept STARTED.
     is_failed = state is None and isinstance(sys.exception(), Exception)
     terms = terms_of(task)
     if terms is not None and (is_rejected or is_failed or state in _OVER):

@@ -1,4 +1,4 @@
-"""Schedulers for `celery beat`, of which many may run and one schedules."""
+"""Schedulers for `celery beat`: many may run, and one of them, the leader, schedules."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from ...leading import Leadership
 from ...locks.lock import distlock
 from .beats import Mark, Marks, Moved, NotNow, mark_key
 
-#: Seconds that a beat which stands by waits in one go, and that a leader sleeps at most.
+#: The longest single wait of a standby beat, and the longest sleep of a leader, in seconds.
 PATIENCE: Final = 5.0
-#: Seconds until what failed is tried again.
+#: Seconds until the next attempt after a failure.
 AGAIN: Final = 1.0
-#: By how much django-celery-beat lets a row count from before it was changed, if it was not run
-#: since, and has a time to start at.
+#: How long before its change django-celery-beat lets a row count from, if the row has a start time
+#: and has not run since the change.
 _BEFORE_ITS_START: Final = timedelta(days=365 * 30)
 
 
 class _Later(Exception):
-    """Nothing was sent, and the entry is in its new place."""
+    """Nothing was sent, and the entry has its new place in the heap."""
 
 
 class OneLeader:
-    """What makes a scheduler one of many, of which the leader alone schedules.
+    """A mixin for a `celery.beat.Scheduler`, of which many may run and only the leader schedules.
 
-    Mixed into a `celery.beat.Scheduler`. Its options are settings of the Celery app:
+    Its options are settings of the Celery app:
 
-    - `beat_distlock_key`: What the leader holds; "〈celery-beat:" and the app's name if left out.
-    - `beat_distlock_ttl`: Seconds (or a `timedelta`) until a dead leader's lease ends; the `TTL` of
-      the lock backend if left out. Another beat leads a second after that.
-    - `beat_distlock_backend`: An alias in `DISTLOCK`; "default" if left out.
+    - `beat_distlock_key`: The leader's key; by default "〈celery-beat:" and the app's name.
+    - `beat_distlock_ttl`: Seconds (or a `timedelta`) until a dead leader's lease expires; by
+      default the `TTL` of the lock backend. Another beat leads a second after that.
+    - `beat_distlock_backend`: An alias in `DISTLOCK`; by default "default".
 
     Raises:
-        InvalidLockBackend: The backend is not configured, or its locks are of this process or
-            of a session alone.
+        InvalidLockBackend: The backend is not configured, or its locks belong to this process or
+            to a session only.
         InvalidArgument: Another option breaks a rule.
     """
 
@@ -67,12 +67,12 @@ class OneLeader:
     _block: ExitStack
     _marks: Marks
     _heap: list[Any] | None
-    #: Celery makes schedulers only to look at them, too.
+    #: False at first, because Celery also makes schedulers only to inspect them.
     _can_lead = False
     _is_busy = False
 
     def setup_schedule(self) -> None:
-        """Prepare to lead. Nothing is locked yet."""
+        """Prepare to lead, without acquiring the lock."""
         if not apps.ready:
             django.setup()
         if getattr(current_process(), "_parent_pid", None) is not None:
@@ -97,7 +97,7 @@ class OneLeader:
         super().setup_schedule()  # type: ignore[misc]
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
-        """Send one entry that is due, if this one leads; return the seconds until the next call."""
+        """Send one due entry if this beat leads; return the seconds until the next call."""
         with self._busy():
             try:
                 if not self._leads():
@@ -105,7 +105,7 @@ class OneLeader:
                 self._marks.renew()
                 interval: float = super().tick(*args, **kwargs)  # type: ignore[misc]
                 self._leadership.succeeded()
-                # Not for long: a lease may be lost, and the leadership is to be had again.
+                # The sleep is short, because the leader must notice and replace a lost lease.
                 return min(interval, PATIENCE)
             except Moved:
                 self._heap = None
@@ -118,24 +118,24 @@ class OneLeader:
                 return AGAIN
 
     def populate_heap(self, *args: Any, **kwargs: Any) -> None:
-        """Learn when each entry was sent last, by whichever beat, and put them into order."""
+        """Learn when each entry was sent last, by any beat, and sort the entries."""
         for entry in self.schedule.values():
             self._learn(entry)
         super().populate_heap(*args, **kwargs)  # type: ignore[misc]
 
     def is_due(self, entry: Any) -> Any:
-        """Look at the entry with what is known of it now."""
+        """Correct the entry by its mark, and return when it is due."""
         self._remember(entry)
         return super().is_due(entry)  # type: ignore[misc]
 
     def reserve(self, entry: Any) -> Any:
-        """Mark an entry as sent, just before it is; `Moved`: another beat has sent it."""
-        # Who has to wait for the broker does so before the mark.
+        """Mark an entry as sent just before it is sent; `Moved`: another beat has sent it."""
+        # Connect to the broker first, so that no wait comes between the mark and the sending.
         _ = self.producer
         try:
             self._marks.move(entry.name, _aware(entry.default_now()))
         except NotNow:
-            # The other entries do not wait for this one.
+            # The entry comes back later, so that the other entries do not wait for it.
             self._learn(entry)
             heapq.heappush(
                 cast("list[Any]", self._heap), event_t(self._when(entry, AGAIN), 5, entry)
@@ -144,9 +144,9 @@ class OneLeader:
         return super().reserve(entry)  # type: ignore[misc]
 
     def close(self) -> None:
-        """Save what is to be saved, and let another beat lead at once."""
-        # A signal came amid a question to a store, and no other can be asked now: Celery closes
-        # once more when the signal has ended what was going on.
+        """Save the schedule, and let another beat lead immediately."""
+        # A signal interrupted a call to a store, and no other call is possible now. Celery closes
+        # once more when the signal has ended that call.
         if self._is_busy:
             return
         try:
@@ -184,7 +184,7 @@ class OneLeader:
         self._remember(entry)
 
     def _remember(self, entry: Any) -> None:
-        """Correct what the entry says of itself: another beat may have sent it."""
+        """Update an entry from its mark, because another beat may have sent it."""
         mark = self._marks.get(entry.name)
         if mark is not None:
             self._apply(entry, mark)
@@ -194,31 +194,31 @@ class OneLeader:
         entry.total_run_count = mark.runs
 
     def _sent_at(self, entry: Any, mark: Mark) -> datetime:
-        """Return since when the entry counts, by the clock of this process."""
+        """Return the time from which the entry counts, by the clock of this process."""
         zone = self.app.timezone
         if mark.sent_at <= mark.made_at:
             return mark.sent_at.astimezone(zone)
         made_at = mark.made_at.astimezone(zone)
         if isinstance(entry.schedule, interval):
             return made_at
-        # The clock of who sent it was ahead, so it was sent for the first tick after that: a
-        # nightly job which ran five minutes early is not run again. Later ticks are not waived.
-        # The time is read last, so that this is not a moment before the tick.
+        # The sender's clock was ahead, so it sent the first tick after `made_at`: a nightly job
+        # that ran five minutes early does not run again. Later ticks are not skipped.
+        # The time is read last, so that the result is not a moment before the tick.
         left = entry.schedule.remaining_estimate(made_at)
         next_tick: datetime = _aware(entry.default_now()) + left
         return min(mark.sent_at.astimezone(zone), next_tick)
 
 
 class DistlockScheduler(OneLeader, PersistentScheduler):  # type: ignore[misc]
-    """Celery's own scheduler, as one of many.
+    """Celery's own scheduler, of which many may run.
 
-    Its file (`celery beat -s`) says since when an entry counts that no beat has sent yet. Two beats
-    on one machine need a file each.
+    Its file (`celery beat -s`) has the time from which entries count that no beat has sent yet. Two
+    beats on one machine need a file each.
     """
 
 
 def _database_scheduler() -> type[Any]:
-    """Make the class whose base not everybody has, and which has models."""
+    """Make the class when it is used, because its base is an optional package with models."""
     try:
         from django_celery_beat.schedulers import DatabaseScheduler
     except ImportError as error:
@@ -228,16 +228,16 @@ def _database_scheduler() -> type[Any]:
         ) from error
 
     class DistlockDatabaseScheduler(OneLeader, DatabaseScheduler):  # type: ignore[misc]
-        """The scheduler of django-celery-beat, as one of many."""
+        """The scheduler of django-celery-beat, of which many may run."""
 
         def _begin_to_lead(self) -> None:
             super()._begin_to_lead()
-            # Rows that the leader before has changed.
+            # Read the rows again, because the previous leader has changed them.
             self._initial_read = True
 
         def _apply(self, entry: Any, mark: Mark) -> None:
-            # The row is known to all beats. It may be older than the mark, if nobody has saved it,
-            # or younger, if a task was enabled again; in the future, by a clock that was ahead.
+            # All beats share the row. It is older than the mark if no beat has saved it, younger if
+            # the task was enabled again, and in the future if a clock was ahead.
             sent_at, since = self._sent_at(entry, mark), _aware(entry.last_run_at)
             changed = _aware(entry.model.date_changed or entry.last_run_at)
             is_younger = sent_at <= changed
@@ -246,7 +246,7 @@ def _database_scheduler() -> type[Any]:
             if not sent_at <= since <= _aware(entry.default_now()):
                 super()._apply(entry, mark)
                 if not is_younger:
-                    # One that is to run once is over by its number of runs.
+                    # The number of runs ends an entry that is to run once.
                     entry.model.total_run_count = max(entry.model.total_run_count, mark.runs)
 
     DistlockDatabaseScheduler.__qualname__ = DistlockDatabaseScheduler.__name__
@@ -261,11 +261,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _reserve_numbers() -> None:
-    """Let no file or socket of ours have a number that one of the worker's had.
+    """Keep the worker's file numbers from being used again for files or sockets of this process.
 
-    In a beat that `celery worker -B` forks, Celery closes what was inherited by its number, after
-    the back of the objects that own it. The garbage collector closes these numbers once more, and
-    that would be our connection to the store, which then waits for an answer for ever.
+    In a beat that `celery worker -B` forks, Celery closes inherited files by number, without their
+    owners. The garbage collector closes these numbers once more. A connection to the store with
+    such a number would be closed, and then wait for an answer for ever.
     """
     try:
         last = max(int(each.name) for each in Path(f"/proc/{os.getppid()}/fd").iterdir())
@@ -277,5 +277,5 @@ def _reserve_numbers() -> None:
 
 
 def _aware(moment: datetime) -> datetime:
-    # As Celery does it: what has no time zone is in UTC.
+    # As in Celery, a time without a zone is in UTC.
     return cast("datetime", maybe_make_aware(moment))

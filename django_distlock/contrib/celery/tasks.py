@@ -1,4 +1,4 @@
-"""The decorator of tasks, and their base class."""
+"""The decorator `locked_task`, and the base class `LockedTask`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def locked_task(  # noqa: PLR0913 - each says one thing, by name
     inherit: bool = False,
     **options: Any,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Hold a lock around each run of a task. Written below `@shared_task` or `@app.task`.
+    """Hold a lock around each run of a task. Write it below `@shared_task` or `@app.task`.
 
     ::
 
@@ -47,47 +47,47 @@ def locked_task(  # noqa: PLR0913 - each says one thing, by name
         @locked_task("invoice:{invoice_id}", ttl=60)
         def capture(invoice_id): ...
 
-    The task that a bound function gets is no argument of the key.
+    The task that a bound function gets is not passed to the key.
 
     Args:
-        lock: What one run at a time has: a template of the function's parameters, a function that
-            is called with the task's arguments and returns the key, or True: the task's name and
-            all of its arguments. None: nothing, where `unique` is given; else as True.
-        locks: Several in its place, all or none: `[("tenant:{tenant}", 3), ("stripe", 10)]`, each a
-            key and how many may hold it. A key alone: one.
-        unique: The same for what is queued or running, once at most. Needs
-            `@shared_task(base=LockedTask)`; a further `delay()` returns the result of the first.
-        unique_until: Until when `unique` keeps others from being queued. "done", or None: the
-            result is stored. "start": its body begins; what is queued meanwhile runs after it,
-            by `lock`, or by a key of its own.
-        debounce: Seconds (or a `timedelta`), from 1, by which a call of a `unique` task is put
-            off. Of the calls that have not begun the last one's arguments run, once; that of the
-            others ends with a marker. As "start" otherwise.
-        max_queued: How many calls may wait behind the key, or the first of `locks`, from 1 to
-            10,000: sent, and not begun. Needs `@shared_task(base=LockedTask)`.
-        on_full: What becomes of one more. "raise", or None: `LockNotAcquired`, with the code
-            "backlog_full"; "drop": it is not queued, and its result is a marker; "replace": it is
-            queued, and the oldest one that waits ends with a marker.
-        on_conflict: What is done if somebody else has the key. "skip": the task succeeds with a
-            marker in place of its result; "retry": it is queued again, without counting as a
-            retry; "wait": it waits in its worker; "raise": `LockNotAcquired`; "run": it runs
-            without. None: "retry" under `acks_late`, and with
-            `unique_until="start"` or `debounce`, else "skip".
-        on_unavailable: The same if the store is unavailable, without "wait". None: "retry" under
+        lock: The key that one run at a time holds: a template of the function's parameters, a
+            function that is called with the task's arguments and returns the key, or True for the
+            task's name and all of its arguments. None: no lock if `unique` is given, else True.
+        locks: Several keys instead of one, held all or none: `[("tenant:{tenant}", 3), ("stripe",
+            10)]`, each with its number of holders. A key without a number has one holder.
+        unique: The key of which at most one task is queued or running, given as for `lock`. Needs
+            `@shared_task(base=LockedTask)`. A further `delay()` returns the result of the first.
+        unique_until: Until when `unique` keeps others from being queued. "done", or None: until
+            the result is stored. "start": until the body begins. A call that is queued during a
+            run then runs after it, because runs hold `lock`, or else a key of their own.
+        debounce: Seconds (or a `timedelta`), at least 1, by which a call of a `unique` task is
+            delayed. Of the calls that have not begun, the last one's arguments run, once. The
+            other calls end with a marker. For the rest, `debounce` works like "start".
+        max_queued: How many calls may wait for the key, or for the first of `locks`, from 1 to
+            10,000: calls sent but not begun. Needs `@shared_task(base=LockedTask)`.
+        on_full: What happens to one more call. "raise", or None: `LockNotAcquired`, with the code
+            "backlog_full". "drop": it is not queued, and its result is a marker. "replace": it is
+            queued, and the oldest waiting call ends with a marker.
+        on_conflict: What happens if another holder has the key. "skip": the task succeeds, with a
+            marker as its result. "retry": it is queued again, which does not count as a retry.
+            "wait": it waits in its worker. "raise": `LockNotAcquired`. "run": it runs without the
+            lock. None: "retry" with `acks_late`, `unique_until="start"` or `debounce`, else
+            "skip".
+        on_unavailable: The same for an unavailable store, without "wait". None: "retry" with
             `acks_late`, else "raise": `BackendUnavailable`.
-        max_wait: Seconds (or a `timedelta`) since its first attempt for which "retry" goes on;
-            None: for ever.
-        inherit: Run under the lease of the task that sent this one, if it has the key.
-        options: `retry`, a `Retry`: the pauses of "retry". `wait`: seconds to wait in the worker,
-            5 with "wait", else 0. `grace`: seconds for which the parent watches whether a process
-            is dead that was told to end. `unique_ttl`: seconds that a queued task keeps its
-            `unique` key, or its place among `max_queued`, without being started.
-            `redelivery_window`: seconds for which a delivery of an `acks_late` task is known to be
-            finished. All others are those of `distlock()`.
+        max_wait: Seconds (or a `timedelta`) after the first attempt until which "retry" continues;
+            None: no limit.
+        inherit: Whether the task runs under the lease of its sender, if the sender has the key.
+        options: `retry`: a `Retry` with the pauses of "retry". `wait`: seconds to wait in the
+            worker, 5 with "wait", else 0. `grace`: seconds for which the parent waits for the
+            death of a process that was told to end. `unique_ttl`: seconds that a queued task keeps
+            its `unique` key, or its place among `max_queued`, before it starts.
+            `redelivery_window`: seconds for which a finished delivery of an `acks_late` task is
+            remembered. All others are those of `distlock()`.
 
     Raises:
         InvalidArgument: An argument breaks a rule, or the function is a task already.
-        LockUsageError: Its body would run when its call is over, as a coroutine function's.
+        LockUsageError: Its body would run after its call returns, like that of a coroutine.
     """
     refuse_function(lock, "locked_task")
     given = {
@@ -106,7 +106,7 @@ def locked_task(  # noqa: PLR0913 - each says one thing, by name
 
 
 class LockedTask(DjangoTask):  # type: ignore[misc]
-    """The base of tasks that are locked by attributes, or unique.
+    """The base class of tasks that are unique, or that declare their lock by attributes.
 
     ::
 
@@ -123,7 +123,7 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
     """
 
     abstract = True
-    #: Tells its tasks from those that have an attribute of the same name for other ends.
+    #: Distinguishes its tasks from tasks that use the same attribute names for something else.
     distlock_base: ClassVar[bool] = True
 
     lock: ClassVar[Any] = None
@@ -139,10 +139,10 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
             return
         function = run.__func__ if isinstance(run, staticmethod) else run
         given = {"lock": cls.lock, "unique": cls.unique, **cls.lock_options} if is_locked else None
-        # Both the body and what is asked for may be those of a class above, or of a mixin.
+        # The body and the attributes may both come from a base class or a mixin.
         if getattr(function, "distlock_given", None) == given:
             return
-        # Wrapped for a class above, by other attributes.
+        # A base class may have wrapped the body by other attributes.
         made: Any = getattr(function, "distlock_by_class", function)
         if given is not None:
             body, made = made, _wrapped(made, given)
@@ -165,14 +165,14 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         """Queue the task, or return the result of the one that is queued or running already.
 
         Args:
-            unique_ttl: Seconds (or a `timedelta`) that this one keeps its `unique` key, or its
-                place among `max_queued`, without being started, after its `countdown` or `eta`;
-                None: those of `locked_task`. In a signature that is sent, as one of a chain is,
-                seconds alone.
+            unique_ttl: Seconds (or a `timedelta`) after its `countdown` or `eta` that this call
+                keeps its `unique` key, or its place among `max_queued`, before it starts. None:
+                those of `locked_task`. A signature that is sent, such as one in a chain, takes
+                only seconds.
 
         Raises:
-            InvalidArgument: `unique_ttl` is no such time, or the task is not unique.
-            LockNotAcquired: `max_queued` of them wait already.
+            InvalidArgument: `unique_ttl` is not a valid time, or the task is not unique.
+            LockNotAcquired: `max_queued` calls wait already.
             BackendUnavailable: The store is unavailable, and nothing was queued.
         """
         send = super().apply_async
@@ -181,7 +181,7 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         serializer = options.get("serializer")
         if options.get("headers") or serializer is not None:
             options["headers"] = own_headers(options.get("headers"), task_id)
-            # Of another task, whose headers are sent on, it says nothing about this one.
+            # The header may come from another task, whose headers are sent on.
             options["headers"].pop(SERIALIZER, None)
             options["headers"] |= {} if serializer is None else {SERIALIZER: serializer}
         arguments = tuple(args or ()), dict(kwargs or {})
@@ -195,7 +195,7 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         queue: Any = None,
         **extra_options: Any,
     ) -> Any:
-        """Let a retry go on with the unique key of the run that sends it, if it has the same."""
+        """Let a retry keep the unique key of the run that sends it, if its key is the same."""
         request = self.request if request is None else request
         args = request.args if args is None else args
         kwargs = request.kwargs if kwargs is None else kwargs
@@ -208,7 +208,7 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
 
 
 def _wrapped(function: Callable[P, T], given: dict[str, Any]) -> Callable[P, T]:
-    # By its type: to ask a proxy for its class would finalize the app.
+    # The type of a proxy is checked, because a look at its `__class__` finalizes the app.
     if isinstance(function, Task) or issubclass(type(function), Proxy):
         raise InvalidArgument(
             "locked_task is written below @shared_task or @app.task: it wraps the function, and"
@@ -218,7 +218,7 @@ def _wrapped(function: Callable[P, T], given: dict[str, Any]) -> Callable[P, T]:
         raise InvalidArgument(f"locked_task wraps a function, not {function!r}.")
     if getattr(function, "distlock_terms", None) is not None:
         raise InvalidArgument(f"{function.__qualname__} is locked already.")
-    # Celery awaits nothing.
+    # Celery does not await coroutines.
     function = whole(function, awaits=False)
     terms = Terms.of(function, **given)
 
@@ -228,7 +228,7 @@ def _wrapped(function: Callable[P, T], given: dict[str, Any]) -> Callable[P, T]:
 
     wrapper: Any = locked
     wrapper.distlock_terms = terms
-    # Celery checks the arguments of `delay()` by what a function itself has.
+    # Celery checks the arguments of `delay()` by attributes of the function itself.
     wrapper.__signature__ = signature_of(function)
     declaring.declare(locked, terms)
     return locked

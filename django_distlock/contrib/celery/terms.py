@@ -1,4 +1,4 @@
-"""The arguments of a task's decorator."""
+"""The validated arguments of `locked_task`, and the keys and locks they make for one call."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ Until: TypeAlias = Literal["done", "start"]
 #: What is done with a call if the backlog is full.
 Full: TypeAlias = Literal["raise", "drop", "replace"]
 
-#: Seconds to wait until a process has ended that was told to.
+#: Seconds to wait for the death of a process that was told to end.
 GRACE: Final = 10.0
-#: Seconds that a queued task keeps its unique key without being started.
+#: Seconds that a queued task keeps its unique key before it starts.
 QUEUED_FOR: Final = 3600.0
 #: The shortest debounce, in seconds.
 SHORTEST: Final = 1.0
@@ -67,8 +67,8 @@ class Keys:
     """How the keys of a task are made.
 
     Attributes:
-        is_plain: Whether no code of the project is needed for that.
-        is_sent: Whether a run makes them as its sender does, from the arguments in the message.
+        is_plain: Whether they are made without code of the project.
+        is_sent: Whether a run makes them from the arguments in the message, as its sender does.
     """
 
     given: KeyOf
@@ -107,14 +107,14 @@ class Terms:
 
     Attributes:
         locks: The keys that a run holds, all or none, each with its permits (None: those of the
-            rules). If it is empty, the run holds none.
-        unique: The keys for which one task at a time is queued or running; None: there are none.
+            rules). Empty: the run holds no lock.
+        unique: The keys for which one task at a time is queued or running; None: not unique.
         until_start: Whether a task releases its unique key before its body begins.
-        debounce: Seconds from the last call after which a task runs; 0: it is not debounced.
+        debounce: Seconds after the last call at which a task runs; 0: it is not debounced.
         max_queued: How many calls may wait for a key; 0: any number.
         rules: The lock and the other rules of jobs, except those for refusals.
         on_conflict: The given value; None: it depends on `acks_late`.
-        on_unavailable: The same where the store is unavailable.
+        on_unavailable: The same for an unavailable store.
         redelivery_window: See `REDELIVERY_WINDOW`; 0: none.
     """
 
@@ -216,7 +216,7 @@ class Terms:
         return self.locks[0][0] if self.locks else None
 
     def locks_of(self, call: Call, sent: Call, task_id: str | None) -> list[JobLock]:
-        """Return the locks of one run; `sent`: the call as its sender saw it."""
+        """Return the locks of one run; `sent`: the call as its sender made it."""
         return [
             self.rules.with_permits(permits).lock_of(
                 keys.make(sent if keys.is_sent else call), task_id, call.own_args, call.kwargs
@@ -225,7 +225,7 @@ class Terms:
         ]
 
     def unique_of(self, call: Call, task_id: str | None) -> JobLock | None:
-        """Return the lock of one run that keeps others like it from being queued."""
+        """Return the lock on the unique key of a call; None: the task is not unique."""
         if self.unique is None:
             return None
         key = own_key(UNIQUE_PREFIX + self.unique.make(call))
@@ -238,11 +238,11 @@ class Terms:
 
     @property
     def unique_lock(self) -> JobLock:
-        """The lock that keeps others from being queued, without key and task id."""
+        """The lock for unique keys and places, without key and task id."""
         lock = replace(
             self.rules.lock, wait=0.0, steal_if_dead=False, permits=1, shared=False, _filled=True
         )
-        # `hold` and `min_hold` are about the other lock.
+        # `hold` and `min_hold` apply to the lock of the run.
         return lock if self.lock is None else replace(lock, hold=False, min_hold=0.0)
 
 
@@ -302,10 +302,10 @@ class _Canonical:
         if call.is_bound:
             first = next(iter(arguments))
             task = arguments.pop(first)
-            if isinstance(task, tuple):  # Of `*args` it is the first.
+            if isinstance(task, tuple):  # The task is the first of `*args`.
                 arguments[first] = task[1:]
         try:
-            # Through JSON, as in the message, where all names are texts and so sort alike.
+            # As in the message, JSON turns all names into texts, which sort in one order.
             plain = json.loads(json.dumps(arguments, default=_plain))
             text = json.dumps(plain, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
             key = f"{call.task}:{text}"
