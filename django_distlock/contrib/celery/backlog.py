@@ -1,7 +1,7 @@
 """Limit how many calls of a task wait for a key (`max_queued`), and handle one too many.
 
-Each call takes a place, one of so many permits of a separate key, until its body begins. If its
-message is lost, the place ends with its ttl. Functions that use a store raise `BackendUnavailable`.
+Each call holds a place, one of the permits of a separate key, until its body begins. If its message
+is lost, the place expires with its ttl. Functions that use a store raise `BackendUnavailable`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Sending:
     """A call that is about to be queued.
 
     Attributes:
-        unique_ttl: Seconds that it keeps its place; None: those of the terms.
-        follows: Whether a worker sends it, so that nobody would see an error.
-        is_awaited: Whether others wait for the result of this very task.
+        unique_ttl: Seconds that the call keeps its place; None: those of the terms.
+        follows: Whether a worker sends the call, so that no caller would see an error.
+        is_awaited: Whether others wait for the result of this task id.
     """
 
     task: Any
@@ -73,7 +73,7 @@ class Sending:
 
 
 def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **options: Any) -> Any:
-    """Queue a call in a place of the backlog, or do what the terms say if that is full."""
+    """Queue a call in a place of the backlog; if that is full, do what the terms say."""
     terms = sending.terms
     place = terms.place_of(sending.call, task_id)
     send = partial(send, task_id=task_id)
@@ -83,7 +83,7 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
         if not sending.is_awaited:
             raise
         if terms.on_full == "drop":
-            # It is sent all the same, and skipped by the worker.
+            # The call is sent, because its result is awaited, and a worker skips it.
             return send(**claims.with_claim(options, PLACE, 0, task_id))
         extra = log_fields("bypassed", backend=place.backend, task=task_id, error=error)
         logger.warning(
@@ -107,7 +107,7 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
 
 
 def is_replaced(place: JobLock, number: int) -> bool:
-    """Whether a call has nothing to do: it has no place, or a later call has taken it."""
+    """Whether a call must not run: it has no place, or a later call has taken it over."""
     store = lock_backends[place.backend]
     return number == 0 or store.notes.get(_note(place.task_id)) == number
 
@@ -119,7 +119,7 @@ def was_replaced(store: BaseLockBackend, claim: Record) -> bool:
 
 
 def _take(place: JobLock, sending: Sending) -> tuple[claims.Claim, Record | None]:
-    """Take a place; return it, and the record of the call that it was taken from, if any."""
+    """Take a place; return it and the record of the call it was taken from, if any."""
     store, terms = lock_backends[place.backend], sending.terms
     reserve = partial(claims.reserve, place, terms, sending.delay, sending.unique_ttl)
     until = monotonic() + WAIT
@@ -144,13 +144,13 @@ def _take(place: JobLock, sending: Sending) -> tuple[claims.Claim, Record | None
             oldest = min(waiting, key=lambda each: each.fence)
             with suppress(LockNotAcquired):
                 return reserve(instead_of=oldest), oldest
-        # Other callers took or released a place at the same moment: look again.
+        # Other callers took or released a place at the same moment, so try again.
         if monotonic() >= until:
             raise full
 
 
 def _note_replaced(store: BaseLockBackend, replaced: Record, terms: Terms) -> None:
-    """Note that the replaced call has nothing to do; without the note, it would run as well."""
+    """Note that a call was replaced; without the note, that call would run as well."""
     task_id = replaced.holder.task_id
     kept = claims.queue_ttl(terms, store.config.max_ttl, 0.0)
     try:

@@ -54,7 +54,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Doubt:
-    """The mark before moves that had no answer, after which nothing was sent."""
+    """The mark before moves without an answer: after those, nothing was sent."""
 
     sent_at: datetime
     runs: int
@@ -95,14 +95,14 @@ class Marks:
         self._ahead, self._told = None, False
 
     def learn(self, name: str, since: datetime, runs: int) -> None:
-        """Know the mark of an entry, as the store has it. Unless it cannot be made at the moment.
+        """Read the mark of an entry from the store, or make it, unless that is impossible now.
 
         Args:
             since: From when the entry counts, if the store has no mark yet. It gets one.
-            runs: How often it was sent by then.
+            runs: How often the entry was sent by then.
         """
         key = mark_key(self._key, name)
-        self._own_lead()  # Who leads with a clock that is off says so before it sends anything.
+        self._own_lead()  # Warns of a wrong clock before the leader sends anything.
         while name not in self._known:
             record = self._store.read(key)
             if record is not None:
@@ -116,11 +116,11 @@ class Marks:
                 return
 
     def move(self, name: str, sent_at: datetime) -> None:
-        """Mark an entry as sent now. The caller that returns from here sends it; no other does.
+        """Mark an entry as sent now. Only the caller for which this returns sends the entry.
 
         Raises:
             Moved: Another beat has moved the mark.
-            NotNow: It cannot be moved now.
+            NotNow: The mark cannot be moved now.
         """
         mark = self._known.pop(name, None)
         if mark is None:
@@ -162,13 +162,13 @@ class Marks:
         now = _now()
         doubt = self._doubts.get(name)
         if doubt is not None and record.token in doubt.tokens:
-            # Moved by this process, without an answer, so the task was not sent.
+            # This process moved the mark without an answer, so it did not send the task.
             return Mark(grant, doubt.sent_at, doubt.runs, now)
         told = record.holder.metadata
         if "sent_at" not in told:
             return Mark(grant, since, runs, now)
         sent_at = datetime.fromisoformat(told["sent_at"])
-        # The time comes from the store's clock, which may have been ahead if it is that of a host.
+        # `acquired_at` comes from the store's clock, which may have been ahead if a host's is used.
         made_at = min(record.acquired_at + self._own_lead(), now)
         if sent_at - made_at > APART and not self._told:
             self._told = True
@@ -206,7 +206,7 @@ def mark_key(key: str, name: object) -> str:
     key = OWN_MARKER + key.removeprefix(OWN_MARKER)
     text = f"{key}:sent:{str(name).replace('%', '%25').replace(':', '%3A')}"
     with suppress(InvalidArgument):
-        # Keys are in NFC, and names are not.
+        # Keys are in NFC, but names need not be.
         if own_key(text) == text:
             return text
     hashed = hashlib.sha256(str(name).encode(errors="surrogatepass")).hexdigest()
@@ -218,6 +218,6 @@ def _now() -> datetime:
 
 
 def _nobody(sent_at: datetime, runs: int) -> Holder:
-    """Return the holder of a mark, which is no process, because the mark outlives its beat."""
+    """Return the holder of a mark. It is no process, because the mark outlives its beat."""
     told = {"sent_at": sent_at.astimezone(UTC).isoformat(), "runs": runs}
     return replace(current_holder(told), pid=0, started_at=None, thread="")

@@ -1,4 +1,4 @@
-"""`distlock.E4xx` and `W4xx`: locked tasks of Celery. Registered where their module is imported."""
+"""Checks `distlock.E4xx` and `W4xx` of locked Celery tasks, registered by this module's import."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .terms import Terms, terms_of
 logger = logging.getLogger("django_distlock")
 
 _DOCS: Final = f"See {page('howto/lock-celery-tasks')}."
-#: Brokers that deliver a message again which nobody has acknowledged for a time, and that time.
+#: Brokers that redeliver unacknowledged messages, and after how many seconds.
 _VISIBILITY: Final = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
-#: Unique tasks without their base of which this process has told.
+#: Tasks without the required base that this process has already reported.
 _told: set[str] = set()
 
 
 @checks.register("distlock")
 def check_tasks(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
-    """E401, E402, W007 and W401 to W403: what Celery does with a task, and what its lock can do."""
+    """E401, E402, W007 and W401 to W403: locks that do not fit how Celery runs their tasks."""
     found: list[checks.CheckMessage] = []
     app = app_of_project()
     if app is None:
         return found
-    # Most projects leave it to the worker to find their tasks.
+    # In most projects, only a worker imports the tasks.
     import_modules(app)
     for _name, task in sorted(app.tasks.items()):
         found += _check_attributes(task)
@@ -50,7 +50,7 @@ def _check_attributes(task: Any) -> Iterator[checks.CheckMessage]:
     kind = type(task)
     if getattr(kind, "distlock_base", False):
         return
-    # What a base knows, too, is that one's own: a class of the project may call something a lock.
+    # Only new attributes count: a base class of the project may use `lock` for something else.
     ours = [
         name
         for name in ("lock", "unique", "lock_options")
@@ -140,7 +140,7 @@ def _check_policy(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
 
 def _check_template(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
     given = None if terms.lock is None else terms.lock.given
-    # The key of a queued task begins with a text of ours.
+    # Only the run's key is checked: a unique key begins with a prefix of this package.
     if isinstance(given, str) and begins_with_field(given):
         yield checks.Warning(
             f"The key template {given!r} of the task {task.name} starts with a field. A value"
@@ -152,21 +152,21 @@ def _check_template(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
 
 
 def tell_all(sender: Any = None, **_: Any) -> None:
-    """Say which unique tasks have not their base: a receiver of `worker_init`."""
+    """Report all unique tasks without the required base: a receiver of `worker_init`."""
     for task in list(sender.app.tasks.values()):
         _tell(task)
 
 
 def tell_sent(sender: Any = None, **_: Any) -> None:
-    """Say it of a task that is sent: a receiver of `before_task_publish`."""
+    """Report a sent task like `tell_all`: a receiver of `before_task_publish`."""
     app = app_of_project()
-    # What is sent by name, by an app that knows no tasks yet, is not to finalize it.
+    # A task sent by its name must not finalize an app that has no tasks yet.
     if app is not None and app.finalized:
         _tell(app.tasks.get(sender))
 
 
 def _tell(task: Any) -> None:
-    """Log it once for each task: an error that a signal's receiver raises is swallowed."""
+    """Log the error once for each task, because Celery swallows what signal receivers raise."""
     terms = terms_of(task)
     if terms is None or task.name in _told:
         return

@@ -1,4 +1,4 @@
-"""Import what a worker imports, and note which keys its tasks declare."""
+"""Import the modules that a worker imports, and record which keys their tasks declare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("django_distlock")
 
 
 def declare(function: Callable[..., Any], terms: Terms, *, acks_late: bool | None = None) -> None:
-    """Note the keys of a locked function; `acks_late` is that of its task, if it has one by now."""
+    """Record the keys of a locked function; `acks_late`: its task's, None: it has no task yet."""
     policy = {None: "skip or retry", True: "retry", False: "skip"}[acks_late]
     chosen = terms.on_conflict or ("retry" if terms.until_start else policy)
     found = [
@@ -37,18 +37,18 @@ def declare(function: Callable[..., Any], terms: Terms, *, acks_late: bool | Non
 
 
 def find(attempt: Attempt) -> None:
-    """Import what a worker would, and learn from the tasks what their functions do not know."""
+    """Import the modules of a worker, and record the policies that depend on `acks_late`."""
     app = app_of_project()
     if app is not None:
         import_modules(app, attempt)
-        # Many tasks, and their classes, are made only now.
+        # Finalizing the app makes many tasks and their classes.
         attempt("the tasks of Celery", partial(_learn, app))
 
 
 def app_of_project() -> Any:
     """Return the current app; None: there is none yet.
 
-    To ask Celery would make one then, and make it the default of all threads.
+    Celery's own function would make an app, and make it the default of all threads.
     """
     return _state._tls.current_app or _state.default_app
 
@@ -64,17 +64,17 @@ def _or_log(what: str, step: Callable[[], object]) -> None:
 
 
 def import_modules(app: Any, attempt: Attempt = _or_log) -> None:
-    """Import what a worker would, unless the app is the one that Celery makes for want of another.
+    """Import the modules of a worker, unless the app is the one that Celery makes by default.
 
     Args:
-        attempt: Takes each module, and what imports it. By default, errors are logged.
+        attempt: Called with the name and the import of each module. By default, it logs errors.
     """
     if isinstance(app.loader, Loader):
         return
-    # In the order of `import_default_modules()`: the second part reads the settings of Celery.
+    # In the order of `import_default_modules()`. The second part reads the settings of Celery.
     signal = signals.import_modules
     for receiver in signal._live_receivers(app):
-        # It sets Django up once more, and runs all of the checks.
+        # The fixup sets Django up once more, and runs all of the checks.
         if not isinstance(getattr(receiver, "__self__", None), DjangoFixup):
             attempt("what Celery discovers", partial(receiver, signal=signal, sender=app))
     for name in app.loader.default_modules:
@@ -89,7 +89,7 @@ def _learn(app: Any) -> None:
 
 
 def _locked(task: Any) -> Any:
-    """Return what the decorator has made: `autoretry_for` wraps it once more."""
+    """Return the function that the decorator made, which `autoretry_for` wraps once more."""
     function = task.run
     while True:
         function = getattr(function, "__func__", function)

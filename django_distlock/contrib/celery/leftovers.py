@@ -1,6 +1,6 @@
-"""Work that finished tasks leave while a store is unavailable, done when it is available again.
+"""Finish the work of ended tasks when a store that was unavailable answers again.
 
-Unique keys are released, and failed tasks are stored.
+That work is to release unique keys and to store failed tasks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("django_distlock")
 
 #: The pauses between two attempts.
 PAUSES: Final = Retry(delay=0.5, factor=2.0, cap=15.0)
-#: How much may be left at once; more is logged and given up.
+#: How many pieces of work may be left at the same time. More are logged and given up.
 MOST: Final = 10_000
 
 
@@ -43,7 +43,7 @@ def free(release: Callable[[], object], backend: str, key: str, words: Words = _
     """Release a key now, or as soon as the store is available, if this process still lives.
 
     Args:
-        release: Releases it, or finds that somebody did. It may be called again, in another thread.
+        release: Releases the key, if it is still held. It may be called again, in another thread.
     """
     leftover = _Leftover(backend, key, release, words)
     if not leftover.is_done():
@@ -52,7 +52,7 @@ def free(release: Callable[[], object], backend: str, key: str, words: Words = _
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Leftover:
-    """Something that is left to do."""
+    """One piece of work that is left to do."""
 
     alias: str
     key: str
@@ -60,7 +60,7 @@ class _Leftover:
     words: Words
 
     def is_done(self) -> bool:
-        """Make one attempt. It is over unless the store is unavailable."""
+        """Make one attempt; return False if the store is unavailable, so that it is repeated."""
         try:
             self.release()
         except BackendUnavailable as error:
@@ -71,13 +71,13 @@ class _Leftover:
         return True
 
     def log(self, level: int, text: str, error: LockError) -> None:
-        """Log why it is not done."""
+        """Log why the work is not done."""
         extra = log_fields(self.words.event, backend=self.alias, key=self.key, error=error)
         logger.log(level, text, self.key, error, extra=extra)
 
 
 class _Leftovers(TimerThread[_Leftover]):
-    """Repeats all attempts, at the same time, until they succeed."""
+    """Repeats the attempts of all leftovers in the same rounds until they succeed."""
 
     linger = 0.0
     _again_at = 0.0
@@ -87,12 +87,12 @@ class _Leftovers(TimerThread[_Leftover]):
         super().__init__("distlock-leftovers", lambda _each: self._again_at, monotonic)
 
     def put(self, leftover: _Leftover) -> None:
-        """Repeat attempts until it is done."""
+        """Repeat the attempts of a leftover until it is done."""
         if len(self._leases) >= MOST:
             full = LockError(f"{MOST} others wait for it")
             leftover.log(logging.ERROR, leftover.words.never, full)
             return
-        with suppress(RuntimeError):  # No thread now, or ever: the next one may get it.
+        with suppress(RuntimeError):  # No thread can be started. The next leftover may start one.
             self.add(leftover)
 
     def _begin(self) -> None:
@@ -106,7 +106,7 @@ class _Leftovers(TimerThread[_Leftover]):
         silent: set[str] = set()
         try:
             for each in self.all():
-                # One request per round to an unavailable store, because others wait for theirs.
+                # One request per round to an unavailable store: other stores' leftovers wait.
                 if each.alias not in silent and each.is_done():
                     self.discard(each)
                 else:

@@ -1,4 +1,4 @@
-"""Find unique keys of tasks that neither the broker nor a worker has any more."""
+"""Find the unique keys of tasks that neither the broker nor a worker has any more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...core.keys import UNIQUE_PREFIX
 from ...core.records import Record
 from ...process.host import is_gone
 
-#: How many messages or ids are read at once.
+#: How many messages or ids are read in one call.
 _PAGE: Final = 1000
 #: Seconds to wait for a connection to the broker.
 _CONNECT: Final = 5.0
@@ -35,8 +35,8 @@ def candidates(store: BaseLockBackend, older_than: float) -> list[Record]:
     """Return the unique keys that no process holds: of queued tasks, retries and dead processes.
 
     Args:
-        older_than: Only keys held for so many seconds, by the store's clock, because a sender
-            acquires the key before it sends the task.
+        older_than: The seconds that a key must have been held, by the store's clock, because a
+            sender acquires the key before it sends the task.
     """
     since = store.clock() - timedelta(seconds=older_than)
     found: dict[str, Record] = {}
@@ -53,7 +53,7 @@ def missing(app: Any, ids: Iterable[str], queues: Iterable[str], patience: float
 
     Args:
         queues: More queues to search, besides those that the app, workers and broker know.
-        patience: Seconds to wait for answers of workers.
+        patience: Seconds to wait for the answers of workers.
     """
     left = set(ids)
     if not left:
@@ -69,7 +69,7 @@ def missing(app: Any, ids: Iterable[str], queues: Iterable[str], patience: float
         left -= look(app, connection, names, patience)
         left -= _in_workers(app, left, patience)
         if kind == "redis":
-            # Once more, because the messages of a worker that has ended go back to their queue.
+            # A second look, because the messages of a worker that ends go back to their queue.
             left -= look(app, connection, names, patience)
         return left
 
@@ -99,14 +99,14 @@ def _in_redis(app: Any, connection: Any, names: set[str], patience: float) -> se
     for name in names | _bound(channel, client, prefix):
         for step in channel.priority_steps:
             found |= _listed(client, prefix + channel._q_for_pri(name, step))
-    # After the queues: what is taken from one is noted here.
+    # Read after the queues, because a message that is taken from a queue is added here.
     for _, held in client.hscan_iter(prefix + channel.unacked_key, count=_PAGE):
         found |= _id_of(json.loads(held)[0])
     return found
 
 
 def _bound(channel: Any, client: Any, prefix: str) -> set[str]:
-    """Return all queues that messages were ever sent to."""
+    """Return the names of all queues that messages were ever sent to."""
     names: set[str] = set()
     for key in client.scan_iter(prefix + channel.keyprefix_queue % "*", count=_PAGE):
         names |= {each.decode().rpartition(channel.sep)[2] for each in client.smembers(key)}
@@ -116,7 +116,7 @@ def _bound(channel: Any, client: Any, prefix: str) -> set[str]:
 def _listed(client: Any, key: str) -> set[str]:
     found: set[str] = set()
     start = 0
-    # From the end where messages are added, so that changes meanwhile hide none.
+    # Read from the end where messages are added, so that changes meanwhile hide no message.
     while page := client.lrange(key, start, start + _PAGE - 1):
         for message in page:
             found |= _id_of(json.loads(message))
@@ -130,13 +130,13 @@ def _id_of(message: Any) -> set[str]:
     return {task_id} if isinstance(task_id, str) else set()
 
 
-# RabbitMQ: queues tell how much they have, and not what
+# RabbitMQ: queues report how many messages they have, but not which
 
 
 def _in_amqp(app: Any, connection: Any, names: set[str], patience: float) -> set[str]:
-    """Return no ids if the queues are empty and all of their consumers can be asked.
+    """Return no ids if the queues are empty and all of their consumers answer.
 
-    Messages are not read, because that would take them and put them back as redelivered.
+    Messages are not read, because reading would take them and put them back as redelivered.
 
     Raises:
         Unseen: A queue is not empty, or one of its consumers does not answer.
@@ -170,7 +170,7 @@ def _declared(connection: Any, name: str) -> Any:
             raise
         return None
     finally:
-        # The server closes a channel that has asked for a missing queue.
+        # The server closes a channel that declares a missing queue passively.
         if channel.is_open:
             channel.close()
 
