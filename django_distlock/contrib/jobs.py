@@ -1,4 +1,4 @@
-"""What becomes of a job that does not get its lock. The queues that run jobs share it."""
+"""Rules for a job that does not get its lock, shared by all queues that run jobs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ..locks.state import Terms
 
 OnConflict: TypeAlias = Literal["skip", "retry", "wait", "raise", "run"]
 OnUnavailable: TypeAlias = Literal["raise", "skip", "run"]
-#: One of several locks of a job: its key, and how many may hold it; a key alone: one.
+#: One of several locks of a job: its key and its number of holders; a key alone has one holder.
 Limit: TypeAlias = str | Callable[..., str] | tuple[str | Callable[..., str], Permits]
 #: The result of a job whose body did not run: JSON.
 Marker: TypeAlias = dict[str, Any]
 
-#: Seconds since its first attempt for which a job is queued again.
+#: Seconds after its first attempt until which a job is queued again.
 MAX_WAIT: Final = 3600.0
-#: Seconds that a job waits in its worker: the holder may need that worker to come to its end.
+#: Seconds that a job waits in its worker: no longer, because the holder may need that worker.
 WAIT: Final = 5.0
 #: The pauses of a job that is queued again.
 RETRY: Final = Retry(delay=1.0, factor=2.0, cap=60.0)
@@ -43,19 +43,19 @@ logger = logging.getLogger("django_distlock")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLock(Lock):
-    """A lock whose holder is known by the id of its job, too.
+    """A lock whose holder also has the id of its job.
 
     Attributes:
         task_id: The id; None: unknown.
-        is_queued: Whether the job holds it from the queue: then no process does, and the end of
-            the one that sent it says nothing.
+        is_queued: Whether a queued job is the holder. Then no process is, and the death of the
+            process that sent the job does not free the key.
     """
 
     task_id: str | None = None
     is_queued: bool = False
 
     def _terms(self, store: BaseLockBackend) -> Terms:
-        # By name: a class with slots is made anew, and `super()` would mean the first one.
+        # Not `super()`: `slots=True` makes the class again, and `super()` would use the first one.
         terms = Lock._terms(self, store)
         holder = replace(terms.holder, task_id=self.task_id)
         if self.is_queued:
@@ -65,18 +65,18 @@ class JobLock(Lock):
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """How often a job was queued again, and since when, in seconds since 1970. It travels along."""
+    """How often a job was queued again, and since when (seconds since 1970); sent with the job."""
 
     since: float
     times: int = 0
 
     def again(self) -> list[float]:
-        """Return what the next one carries, which `from_json` reads."""
+        """Return the JSON that is sent with the next attempt, which `from_json` reads."""
         return [self.since, self.times + 1]
 
     @classmethod
     def from_json(cls, data: object) -> Queued:
-        """Return what has travelled, or refuse what has not."""
+        """Return the `Queued` from the JSON of `again`, or raise `InvalidArgument`."""
         try:
             since, times = cast("Any", data)
             return cls(float(since), int(times))
@@ -86,12 +86,12 @@ class Queued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What one decorator was told.
+    """The validated arguments of one decorator.
 
     Attributes:
-        lock: The lock, but for key and job.
-        policy: What is done in place of the job.
-        max_wait: Seconds since the first attempt for which a job is queued again; None: for ever.
+        lock: The lock, without its key and job.
+        policy: What is done instead of the job.
+        max_wait: Seconds after the first attempt until which a job is queued again; None: no limit.
     """
 
     lock: JobLock
@@ -108,11 +108,11 @@ class Rules:
         max_wait: Duration | None,
         **options: Any,
     ) -> Rules:
-        """Return rules that were checked.
+        """Validate arguments, and return them as rules.
 
         Args:
-            options: Those of `distlock()`. `retry` is about the pauses in the queue, where there
-                are any. `wait` is 0 if it is left out, or 5 where the job is to wait.
+            options: Those of `distlock()`. `retry` sets the pauses in the queue, if a job is queued
+                again. The default of `wait` is 0, or 5 with `on_conflict="wait"`.
         """
         policy = Policy.of(on_conflict, on_unavailable, "retry", "wait")
         options.setdefault("wait", WAIT if on_conflict == "wait" else 0)
@@ -128,23 +128,23 @@ class Rules:
         )
 
     def with_permits(self, permits: Permits | None) -> Self:
-        """Return the rules of one of several locks; None: those of the only one."""
+        """Return the rules of one of several locks; None: those of the only lock."""
         if permits is None:
             return self
-        # A block that holds several keys has all or none: what runs without, the policy says.
+        # Several keys are held all or none: the policy decides whether a job runs without them.
         return replace(self, lock=replace(self.lock, permits=permits, on_conflict="raise"))
 
     def lock_of(
         self, key: str, task_id: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> JobLock:
-        """Return the lock of one job; its arguments are for `permits`, where that is a function."""
+        """Return the lock of one job, whose arguments are passed to `permits` if it is callable."""
         return for_call(self.lock, key, args, kwargs, task_id=task_id)
 
     def pause(self, queued: Queued, now: float) -> float | None:
         """Return the seconds until the next attempt; None: there is none.
 
-        The pauses have full jitter, for many jobs may have met one holder. The last attempt is at
-        the end of `max_wait`, or when a worker comes to it. `now` is in seconds since 1970.
+        The pauses have full jitter, because many jobs may wait for one holder. The last attempt is
+        at the end of `max_wait`, or when a worker gets to it. `now` is in seconds since 1970.
         """
         left = math.inf if self.max_wait is None else queued.since + self.max_wait - now
         steps = self.retry.pauses(lambda: 1.0)
@@ -155,9 +155,9 @@ class Rules:
 
 
 def lock_set(locks: list[JobLock]) -> LockSet | None:
-    """Return what holds several locks, all or none; None: there is one, which holds itself.
+    """Return a set that holds several locks, all or none; None: there is only one lock.
 
-    Where two limits of a job have one key, the lower one counts.
+    If two limits of a job have the same key, the lower one counts.
     """
     if len(locks) == 1:
         return None
@@ -167,7 +167,7 @@ def lock_set(locks: list[JobLock]) -> LockSet | None:
 def limits_of(
     key: object, locks: Sequence[Limit] | None, options: Mapping[str, Any]
 ) -> list[tuple[Any, Permits | None]]:
-    """Return the keys of a job, each with its number of permits; None: what its options say."""
+    """Return the keys of a job, each with its number of permits; None: those of its options."""
     if locks is None:
         return [(key, None)]
     if clashes := sorted({"permits", "shared"} & options.keys()):
@@ -189,7 +189,7 @@ def limits_of(
 
 
 def queued_again(error: Refusal, key: str, task_id: str, pause: float) -> Marker:
-    """Return the result of a job in whose place another one is in the queue, and say so."""
+    """Log that a job was queued again as another one, and return its result."""
     key = error.key or key
     logger.info(
         "The job of %r is queued again as %s in %.1f s: %s",
@@ -205,14 +205,14 @@ def queued_again(error: Refusal, key: str, task_id: str, pause: float) -> Marker
 def key_maker(
     key: str | Callable[..., str], function: Callable[..., Any], *, hidden: int = 0
 ) -> Callable[..., str]:
-    """Return what makes a key of a job's arguments; so many of its first parameters are hidden."""
+    """Return a function from a job's arguments to its key; `hidden`: first parameters left out."""
     if callable(key):
         made = key
         return lambda *args, **kwargs: normalize_key(made(*args, **kwargs))
     signature = signature_of(function)
 
     def visible(*_: Any, **__: Any) -> None:
-        """Stand for the function as its callers see it."""
+        """Have the signature of the function as its callers see it."""
 
     parameters = list(signature.parameters.values())[hidden:]
     visible.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -221,7 +221,7 @@ def key_maker(
 
 
 def only_function(key: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a decorator is called with, or refuse the arguments of a task that is run."""
+    """Return the function that a decorator is called with, or refuse the arguments of a task."""
     if len(args) == 1 and not kwargs and (callable(args[0]) or not callable(key)):
         return args[0]
     raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""Tasks of `django.tasks`, and of its backport `django_tasks`, that run under a lock."""
+"""Run tasks of `django.tasks`, and of its backport `django_tasks`, under a lock."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from .jobs import (
     queued_again,
 )
 
-#: The same framework twice. Neither is imported here: whoever has a task has imported its package.
+#: The same framework twice. Neither is imported here: the code of a task has imported its package.
 PACKAGES: Final = ("django.tasks", "django_tasks")
-#: The keyword argument in which `Queued` travels: arguments are all that a task has.
+#: The keyword argument that carries `Queued`, because a task can carry nothing but arguments.
 TRAVELS: Final = "_distlock"
 
 #: The results of the tasks that run in this context, the innermost last.
@@ -57,31 +57,31 @@ def locked_task(
     backend: str = "default",
     **options: Any,
 ) -> Decorator[Marker]:
-    """Hold a lock around each run of a task, sync or async. It stands below `@task`.
+    """Hold a lock around each run of a task, sync or async. Write it below `@task`.
 
     Args:
-        key: A template of the task's arguments, such as `"invoice:{invoice_id}"`; or what returns
-            the key, called with them. A first parameter `context` is not among them.
-        locks: Several in the place of `key`, all or none: `[("tenant:{tenant}", 3), ("stripe",
-            10)]`, each a key and how many may hold it. A key alone: one.
-        on_conflict: What is done if the key is not granted within `wait`. `"skip"`: the task
-            succeeds without a run of the body, and its result says so; `"retry"`: it is queued
-            again, with growing pauses, and its result says as which one; `"wait"`: as `"raise"`,
-            but `wait` is 5 s if it is left out, and not 0; `"raise"`: it fails with
-            `LockNotAcquired`; `"run"`: the body runs without the lock. None: `"retry"` where the
-            backend of the task can run one later (`supports_defer`), and else `"raise"`.
-        on_unavailable: What is done if the store is unavailable: `"raise"`: it fails with
-            `BackendUnavailable`; `"skip"`; or `"run"`.
-        max_wait: Seconds (or a `timedelta`) since its first attempt for which a task is queued
-            again; None: for ever. After that it fails with `LockNotAcquired`.
+        key: A template of the task's arguments, such as `"invoice:{invoice_id}"`, or a function
+            that is called with them and returns the key. A first parameter `context` is left out.
+        locks: Several keys instead of one, held all or none: `[("tenant:{tenant}", 3), ("stripe",
+            10)]`, each with its number of holders. A key without a number has one holder.
+        on_conflict: What happens if the key is not granted within `wait`. `"skip"`: the task
+            succeeds without running its body, and its result says so. `"retry"`: it is queued
+            again, with growing pauses, and its result names the new task. `"wait"`: as `"raise"`,
+            but the default of `wait` is 5 s instead of 0. `"raise"`: it fails with
+            `LockNotAcquired`. `"run"`: the body runs without the lock. None: `"retry"` if the
+            backend of the task can run one later (`supports_defer`), else `"raise"`.
+        on_unavailable: What happens if the store is unavailable. `"raise"`: the task fails with
+            `BackendUnavailable`. `"skip"` and `"run"`: as above.
+        max_wait: Seconds (or a `timedelta`) after the first attempt until which a task is queued
+            again; None: no limit. After that it fails with `LockNotAcquired`.
         backend: The alias of the lock backend.
-        options: Others of `distlock()`, such as `ttl` and `wait`. `retry` is about the pauses in
-            the queue, unless nothing is queued again.
+        options: Others of `distlock()`, such as `ttl` and `wait`. `retry` sets the pauses in the
+            queue, unless nothing is queued again.
 
     Raises:
         InvalidArgument: An argument breaks a rule, or the template names no argument of the task.
-        LockUsageError: It stands above `@task`, or on a function whose body would run when its
-            call is over, such as a generator.
+        LockUsageError: It is written above `@task`, or on a function whose body would run after
+            its call returns, such as a generator.
     """
     refuse_function(key, "locked_task")
     limits = limits_of(key, locks, options)
@@ -108,7 +108,7 @@ def locked_task(
         function = whole(function)
         _listen()
         made = _Locked(function, rules, limits, insists=on_conflict == "retry").wrapped()
-        # What it does by itself depends on the backend of the task that is made of it.
+        # The default policy depends on the backend of the task that is made of this function.
         policy = on_conflict or "retry or raise"
         declared[made] = tuple(
             Declaration.of(Kind.DJANGO_TASK, each, rules.with_permits(permits).lock, policy)
@@ -123,10 +123,10 @@ class _Run(NamedTuple):
     """One run of a task, or a call of its function.
 
     Attributes:
-        result: The `TaskResult`; None: a call, or of a backend that does not tell.
-        locks: Its locks.
-        queued: What has travelled with it.
-        kwargs: Its arguments by name, without that.
+        result: The `TaskResult`; None: a call, or a backend that does not report the running task.
+        locks: The locks of the run.
+        queued: The value that was sent with the task.
+        kwargs: The arguments by name, without that value.
     """
 
     result: Any
@@ -158,7 +158,7 @@ class _Locked:
                 f"{function.__qualname__} has a parameter {TRAVELS}, which locked_task uses to"
                 " count how often a task was queued. Rename the parameter."
             )
-        # Both packages insist on this name where a task takes its context, and on this place.
+        # Both packages require this name and this position for the context of a task.
         self._names = [name for name in names[:1] if name == "context"]
         self._hidden = len(self._names)
         self._limits = [
@@ -170,7 +170,7 @@ class _Locked:
         self._insists = insists
 
     def wrapped(self) -> Callable[..., Any]:
-        """Return what is called in the function's place."""
+        """Return the function that replaces the original one."""
         policy = self._rules.policy
         if inspect.iscoroutinefunction(self._function):
 
@@ -233,7 +233,7 @@ class _Locked:
             kinds: Any = tuple(each.TaskContext for each in known)
             if isinstance(args[0], kinds):
                 result, args = args[0].task_result, args[1:]
-        # The body of a task may call others, or itself, as the functions that they are.
+        # The body of a task may call functions of tasks, also its own, without running a task.
         if (
             result is not None
             and inspect.unwrap(result.task.func) is inspect.unwrap(self._function)
@@ -243,7 +243,7 @@ class _Locked:
         return None
 
     def _later(self, run: _Run, error: Refusal) -> tuple[Any, float, dict[str, Any]]:
-        """Return the task to queue, in how many seconds it runs, and its arguments by name."""
+        """Return the task to queue, the seconds until it runs, and its arguments by name."""
         if run.result is None:
             error.add_note(
                 "Nothing was queued again. The function was called directly, or its backend does"
@@ -258,7 +258,7 @@ class _Locked:
             since = time.time() - run.queued.since
             error.add_note(f"Queued again {run.queued.times} times, in {since:.0f} s.")
             raise error
-        # With the queue and the priority that this one has.
+        # `using` keeps the queue and the priority of the running task.
         task = run.result.task.using(run_after=timezone.now() + timedelta(seconds=pause))
         return task, pause, {**run.kwargs, TRAVELS: run.queued.again()}
 
@@ -268,7 +268,7 @@ def _defers(result: Any) -> bool:
 
 
 def _listen() -> None:
-    """Learn from the backends of the packages in use which task they run."""
+    """Connect to the signals by which the backends of imported packages report running tasks."""
     for package in PACKAGES:
         if package in sys.modules:
             signals = import_module(f"{package}.signals")
