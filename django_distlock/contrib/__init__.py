@@ -1,1 +1,1 @@
-"""Locks for packages that bring work of their own: one module for each, imported by its users."""
+"""Integrations with other packages: one module for each, imported by the projects that use it."""

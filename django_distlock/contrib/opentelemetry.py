@@ -32,10 +32,10 @@ __all__ = ["install", "uninstall"]
 Numbers = Callable[[], Mapping[Instrument, Mapping[tuple[str, ...], float]]]
 Place = tuple[str, str, int | None]
 
-#: Leases whose place in a trace is kept: those that nobody ever releases are forgotten.
+#: Leases whose parent span is remembered. The oldest are forgotten: some are never released.
 MOST_HELD: Final = 10_000
 
-#: What stops the hearing, for a pair of providers, as they were given to `install`.
+#: By pair of providers: what disconnects the receivers, and the arguments of `install`.
 _installed: dict[
     tuple[int, int], tuple[ExitStack, MeterProvider | None, TracerProvider | None]
 ] = {}
@@ -58,11 +58,11 @@ def install(
     Args:
         meter_provider: Where the instruments are made; None: the global one.
         tracer_provider: Where the spans go; None: the global one.
-        prefixes: As `prefix_of` and `named`: see `install` of `contrib.prometheus`.
-        stores: Whether to ask the stores as well, whenever metrics are collected.
-        keys: Whether spans carry the key itself: it may name a person.
-        shortest_wait: Seconds (or a `timedelta`) below which an acquire that was granted has no
-            span of its own.
+        prefixes: As for `prefix_of` and `named`, see `install` of `contrib.prometheus`.
+        stores: Whether the stores are queried, too, whenever metrics are collected.
+        keys: Whether spans contain the key itself, which may name a person.
+        shortest_wait: Seconds (or a `timedelta`) of the shortest wait for which a granted acquire
+            gets a span of its own.
 
     Raises:
         InvalidArgument: `prefixes`, `named` or `shortest_wait` breaks a rule.
@@ -72,7 +72,7 @@ def install(
     meters, tracers = _providers(meter_provider, tracer_provider)
     name = id(meters), id(tracers)
     with _mutex:
-        # Asked again: until the global ones are set, others stand in for them.
+        # Look the global providers up again, because proxies replace them until they are set.
         every = [_providers(*each[1:]) for each in _installed.values()]
         if (meters, tracers) not in every:
             exporter = _Exporter(name, meters, heard, stores=stores)
@@ -80,14 +80,14 @@ def install(
             uid, hearing = f"{__name__} {id(meters)} {id(tracers)}", ExitStack()
             hearing.callback(hear(Recorder(exporter, heard).receivers(), uid))
             hearing.callback(hear(spans.receivers(), f"{uid} spans"))
-            # With the providers, which are kept as long: their ids name them.
+            # Keep the providers alive as long, because their ids are the name.
             _installed[name] = hearing, meter_provider, tracer_provider
 
 
 def _providers(
     meters: MeterProvider | None, tracers: TracerProvider | None
 ) -> tuple[MeterProvider, TracerProvider]:
-    """Return what was given, and the global ones for what was not."""
+    """Return the given providers, and the global ones for those that are None."""
     return (
         metrics.get_meter_provider() if meters is None else meters,
         trace.get_tracer_provider() if tracers is None else tracers,
@@ -95,7 +95,7 @@ def _providers(
 
 
 def uninstall() -> None:
-    """Measure and trace no more, for any provider: for tests."""
+    """Stop measuring and tracing for all providers: for tests."""
     with _mutex:
         for hearing, _meters, _tracers in _installed.values():
             hearing.close()
@@ -103,7 +103,7 @@ def uninstall() -> None:
 
 
 class _Exporter:
-    """Puts what is measured into the instruments of one meter."""
+    """Puts measurements into the instruments of one meter."""
 
     def __init__(
         self, name: tuple[int, int], provider: MeterProvider, prefixes: Prefixes, *, stores: bool
@@ -146,7 +146,7 @@ def _observing(
     name: tuple[int, int], instrument: Instrument, numbers: Numbers
 ) -> Callable[[CallbackOptions], Iterator[Observation]]:
     def observe(_options: CallbackOptions) -> Iterator[Observation]:
-        # A meter keeps the callbacks of what was uninstalled, and calls them.
+        # After `uninstall`, a meter still keeps and calls its callbacks.
         found = numbers()[instrument] if name in _installed else {}
         for labels, value in found.items():
             yield Observation(value, dict(zip(instrument.labels, labels, strict=True)))
@@ -155,10 +155,10 @@ def _observing(
 
 
 class _Spans:
-    """Makes spans of what the signals tell, when it is over.
+    """Makes spans from the signals of acquires and leases that have ended.
 
-    A span of a lease has the parent that was current when the key was granted. Spans are made at
-    their end, so that a lease which nobody releases leaves none open.
+    The span of a lease has the parent that was current when the key was granted. Spans are made at
+    their end, so that a lease that is never released leaves no open span.
     """
 
     def __init__(self, provider: TracerProvider, prefixes: Prefixes, *, keys: bool, least: float):
@@ -170,7 +170,7 @@ class _Spans:
         self._mutex = threading.RLock()
 
     def receivers(self) -> Sequence[tuple[Signal, Any]]:
-        """Return what it hears, and with what."""
+        """Return the signals, each with its receiver."""
         return (
             (lock_acquired, self._acquired),
             (lock_not_acquired, self._not_acquired),
@@ -211,7 +211,7 @@ class _Spans:
         about |= {"fence": fence, "held_for": held_for}
         with self._mutex:
             parent = self._held.pop(place, None)
-        # Told once: a lost lease is released as well, and a release may be tried again.
+        # One span for each lease: a lost lease is also released, and a release may be repeated.
         if parent is not None:
             self._span("distlock.hold", held_for, parent, alias, key, about, lost)
 

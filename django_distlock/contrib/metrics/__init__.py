@@ -1,5 +1,5 @@
-"""What is measured of locks: one table of instruments, for every exporter.
+"""The metrics of locks: one table of instruments for all exporters.
 
-`instruments` is the table, `recording` measures what signals tell, `gauges` what can only be asked.
-An exporter, such as `contrib.prometheus`, brings it to where people look.
+`instruments` is the table, `recording` measures what signals report, and `gauges` reads values at
+the time of a scrape. An exporter, such as `contrib.prometheus`, publishes the metrics.
 """

@@ -1,6 +1,6 @@
 """Metrics that are read at the time of a scrape, from this process and from the lock stores.
 
-A store is asked in a bounded time, and its answer is kept for a while: more scrapers ask no more.
+Queries of a store have a time limit. Their answers are kept for a while, and scrapers share them.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from .instruments import (
     Instrument,
 )
 
-#: Seconds that a question may take before it counts as without an answer.
+#: Seconds that a query may take before it counts as unanswered.
 PATIENCE: Final = 2.0
-#: Seconds for which an answer is good enough for a scrape.
+#: Seconds for which a scrape reuses an answer.
 MAX_AGE: Final = 5.0
-#: Locks that are counted at most.
+#: The maximum of locks that are counted.
 MOST: Final = 100_000
-#: Seconds that a store is listed for, where it cannot count.
+#: Seconds for listing the locks of a store that cannot count them.
 LONGEST_WALK: Final = 0.5
-#: Grants that are told apart by prefix at most, the oldest ones.
+#: How many grants, the oldest ones, are looked at for their prefixes.
 OLD: Final = 1000
 
 #: Values by the labels of their instrument.
@@ -78,7 +78,7 @@ class Health:
 
     Attributes:
         code: "ok", the code of the error, "misconfigured", or "timeout": no answer in time.
-        seconds: How long the round trip took; None: there was none.
+        seconds: How long the round trip took; None: it did not succeed.
     """
 
     code: str
@@ -86,7 +86,7 @@ class Health:
 
     @property
     def is_up(self) -> bool:
-        """Whether it does."""
+        """Whether the store answers."""
         return self.code == "ok"
 
 
@@ -95,10 +95,10 @@ class Counted:
     """How many locks a store has, up to 100 000 each.
 
     Attributes:
-        held: Keys that nobody else can have now.
-        past_expiry: Records of leases that ended without a release.
-        oldest: The keys that somebody works under, and the seconds since their grants: the 1000
-            oldest.
+        held: Keys that cannot be granted to another holder now.
+        past_expiry: Records of leases that expired without a release.
+        oldest: The 1000 oldest keys under which a holder works, with the seconds since their
+            grants.
     """
 
     held: int
@@ -107,16 +107,16 @@ class Counted:
 
 
 def health(*, max_age: float = MAX_AGE, patience: float = PATIENCE) -> dict[str, Health]:
-    """Say of each configured store whether it answers, all within `patience` seconds."""
+    """Return whether each configured store answers, within `patience` seconds for all of them."""
     answers = ask_each(_look, max_age=max_age, patience=patience)
     return {alias: each or Health("timeout") for alias, each in answers.items()}
 
 
 def process_numbers() -> Mapping[Instrument, Mapping[tuple[str, ...], float]]:
-    """Return the values of each gauge of this process, by labels. It asks no store."""
+    """Return the values of each gauge of this process, by labels, without querying a store."""
     leases = [each.holding for each in held_here.all() if isinstance(each, Release)]
     active = Counter(each.backend for each in leases if each.held)
-    # What the blocks hold that were entered in this process, and not left.
+    # The leases of blocks that this process has entered and not left.
     entered = [each.lease for each in list(blocks.every) if not each.inner and each.is_open]
     overdue = Counter(each.backend for each in entered if each is not None and each.is_lost)
     found: dict[Instrument, dict[tuple[str, ...], float]] = {each: {} for each in PROCESS_GAUGES}
@@ -133,13 +133,13 @@ def process_numbers() -> Mapping[Instrument, Mapping[tuple[str, ...], float]]:
 
 
 def store_numbers(prefix_of: Callable[[str], str]) -> Mapping[Instrument, Values]:
-    """Return the values of the gauges of all stores; what is not known is left out."""
-    # Begun before anybody waits for the first answer.
+    """Return the values of the gauges of all stores; unknown values are left out."""
+    # All queries begin before this waits for the first answer.
     begin_each(_count, max_age=MAX_AGE)
     begin_each(_late, max_age=MAX_AGE)
     up = {alias: float(each.is_up) for alias, each in health().items()}
     held, over, oldest, late = Values(), Values(), Values(), Values()
-    # Who has not said whether it is up has had its time.
+    # A store that did not answer `health` has used up the time of this scrape already.
     until = time.monotonic() + (PATIENCE if all(up.values()) else 0.0)
     for alias, counted in _answers(_count, until):
         held[alias,] = counted.held
@@ -191,7 +191,7 @@ def _count_rows(store: DatabaseBackend, using: str) -> Counted:
     now = vendors.of(using).now()
     rows = store._own_rows(HeldLock, using)
     held = rows.filter(Q(free_at__isnull=True) | Q(free_at__gt=now))
-    # What is kept after its run on purpose has no grace.
+    # A key that is kept after its run has no grace, so its two times are the same.
     over = rows.filter(expires_at__lte=now).exclude(free_at=F("expires_at"))
     old = held.order_by("acquired_at")
     fields = old.values_list("key", "acquired_at", "expires_at", "free_at", "holder")
@@ -217,7 +217,7 @@ def _count_listed(store: BaseLockBackend) -> Counted | None:
         held += len(page.records)
         over += sum(_is_over(each, now) for each in page.records)
         if (cursor := page.cursor) is None:
-            # Those whose keys are free again are in no listing.
+            # A listing does not contain expired records whose keys are free again.
             over = max(over, len(store.expired(limit=10_000)))
             return Counted(held, over, _oldest(grants, now))
         if time.monotonic() > until:
@@ -226,10 +226,10 @@ def _count_listed(store: BaseLockBackend) -> Counted | None:
 
 
 def _late(alias: str) -> Ages:
-    """Return the schedules that say how often they run, and by how much each is overdue."""
+    """Return the schedules with a declared interval, and the seconds that each is overdue."""
     told = {each.key: each for _made, each in declarations() if each.every is not None}
     store = lock_backends[alias]
-    # What one process keeps in its memory tells nothing of the others.
+    # The memory of one process does not show what other processes ran.
     ours = (each for each in told.values() if each.lock.backend == alias and store.distributed)
     return tuple((each.key, overdue(store, each)) for each in ours)
 
@@ -240,7 +240,7 @@ def _oldest(grants: Iterable[tuple[str, datetime]], now: datetime) -> Ages:
 
 
 def _works(key: str, holder: Holder | Mapping[str, object]) -> bool:
-    """Whether somebody works under a key: not from a queue, as a leader, or as a beat's mark."""
+    """Whether a holder works under a key: no queued task, no leader and no mark of a beat."""
     try:
         holder = holder if isinstance(holder, Holder) else Holder.from_json(holder)
     except SPOILED:
@@ -255,10 +255,10 @@ def _is_over(record: Record, now: datetime) -> bool:
 
 
 class Asking(Generic[T]):
-    """A question whose answer is kept for a while.
+    """A query whose answer is kept for a while.
 
-    A thread of its own asks it, so a store that hangs blocks that thread and no caller. The
-    question is not asked again until it is answered.
+    It runs in a thread of its own, so a store that hangs blocks that thread and no caller. It is
+    not repeated until it is answered.
     """
 
     def __init__(self, question: Callable[[], T]):
@@ -269,7 +269,7 @@ class Asking(Generic[T]):
         self._asked_at = self._answered_at = 0.0
 
     def ask(self, max_age: float) -> tuple[Future[T], float]:
-        """Return the future of an answer, at most `max_age` s old, and when it was asked for."""
+        """Return the future of an answer, at most `max_age` s old, and when its query began."""
         with self._mutex:
             asked, is_ours = self._asked, self._pid == os.getpid()
             is_new = time.monotonic() - self._answered_at <= max_age
@@ -279,11 +279,11 @@ class Asking(Generic[T]):
             try:
                 asked = begun(self._answer, "distlock-asking")
             except RuntimeError as error:
-                # No thread is to be had now. The next question may get one.
+                # No thread can be started now. The next query may get one.
                 asked = Future()
                 asked.set_exception(error)
             else:
-                # Only now: nobody asks again while there is a question without an answer.
+                # Set only for a query that runs: callers do not repeat it until it is answered.
                 self._asked, self._pid = asked, os.getpid()
         return asked, self._asked_at
 
@@ -301,15 +301,15 @@ _every: dict[tuple[object, str], Asking[Any]] = {}
 def ask_each(
     question: Callable[[str], T], *, max_age: float, patience: float
 ) -> dict[str, T | None]:
-    """Ask every configured store the same at once.
+    """Send the same query to every configured store at the same time.
 
     Args:
         max_age: Seconds for which an answer is kept.
-        patience: Seconds to wait for each answer. They begin when the question is asked, so
-            further callers do not wait for a silent store once more.
+        patience: Seconds to wait for each answer. They begin with the query, so further callers do
+            not wait for a silent store once more.
 
     Returns:
-        The answers, by alias; None: none in time, or an error.
+        The answers, by alias; None: no answer in time, or an error.
     """
     found: dict[str, T | None] = {}
     for alias, (each, asked_at) in begin_each(question, max_age=max_age).items():
@@ -324,10 +324,10 @@ def ask_each(
 def begin_each(
     question: Callable[[str], T], *, max_age: float
 ) -> Mapping[str, tuple[Future[T], float]]:
-    """Begin to ask, and wait for no answer: see `ask_each` and `Asking.ask`."""
+    """Begin the queries of `ask_each` without waiting for answers; see `Asking.ask`."""
     found: dict[str, tuple[Future[T], float]] = {}
     for alias in lock_backends:
-        # Two threads may make one each; one of them is kept.
+        # If two threads make one at the same time, one of the two is kept.
         asking = _every.get((question, alias)) or _every.setdefault(
             (question, alias), Asking(partial(question, alias))
         )
@@ -341,5 +341,5 @@ def _forget(*, setting: str, **_: Any) -> None:
 
 
 setting_changed.connect(_forget, dispatch_uid="django_distlock.contrib.metrics")
-# The threads that ask are the parent's.
+# A child process does not have the threads of its parent's queries.
 in_child(_every.clear)

@@ -1,4 +1,4 @@
-"""The table of instruments."""
+"""The table of instruments: every metric that exporters publish."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
-#: Bounds of histograms, in seconds: for what is mostly over at once, for work, for leases.
+#: Bounds of histograms, in seconds: for waits, which are mostly short, for work, and for leases.
 _WAITS: Final = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _WORK: Final = (0.005, 0.025, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
 _LEFT: Final = (0.05, 0.25, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
@@ -19,10 +19,10 @@ class Instrument:
     """Something that is measured.
 
     Attributes:
-        kind: What can be done with its values.
-        name: As OpenTelemetry writes it: words with dots.
-        help: What it says, for people.
-        labels: What its values are told apart by.
+        kind: The kind of metric.
+        name: The name in OpenTelemetry: words with dots.
+        help: The description for people.
+        labels: The names of the labels that distinguish its values.
         unit: "s" for seconds; "" for numbers.
         buckets: The upper bounds of a histogram's buckets.
     """
@@ -36,7 +36,7 @@ class Instrument:
 
     @property
     def prometheus_name(self) -> str:
-        """What Prometheus calls it; of a counter, without its `_total`."""
+        """The name in Prometheus; that of a counter is without its `_total`."""
         return self.name.replace(".", "_") + ("_seconds" if self.unit == "s" else "")
 
 

@@ -1,4 +1,4 @@
-"""What stands for a key in a metric: text of the project's code, and never of its clients."""
+"""Label metrics with prefixes of keys: texts of the project's code, never of its clients."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...core.declarations import declarations, declared, head_of
 from ...core.errors import InvalidArgument, shown
 from ...core.keys import OWN_MARKER, nfc
 
-#: Prefixes that are told apart, unless an exporter is installed with another number.
+#: How many prefixes have a label of their own, unless an exporter is installed with another number.
 MOST: Final = 100
-#: Characters of the longest one.
+#: Characters of the longest prefix.
 LONGEST: Final = 64
-#: Stands for those above either number, for what nobody has declared, and for a key that has none.
+#: The labels of prefixes above either limit or not declared, and of keys without a prefix.
 OTHER: Final = "other"
 NONE: Final = "none"
 
@@ -22,8 +22,8 @@ NONE: Final = "none"
 def before_colon(key: str) -> str:
     """Return the part of a key before its first colon; "": it has none.
 
-    Of a key of this package's own, which begins with its kind, before the second one: the name of a
-    schedule, or the prefix of a unique task.
+    This package's own keys begin with their kind. Of those it is the part before the second colon,
+    with the name of a schedule, or the prefix of a unique task.
     """
     if key.startswith(OWN_MARKER):
         return ":".join(key.split(":", 2)[:2])
@@ -32,18 +32,18 @@ def before_colon(key: str) -> str:
 
 
 class Prefixes:
-    """Gives the prefixes of keys that the project's code names, and `"other"` for the rest.
+    """Finds the prefix of a key if the project's code names it; `"other"` for all others.
 
-    A prefix is named where it is in `named`, or where a template that a decorator declares has it,
-    and the character after it, before its first field.
+    A prefix is named if it is in `named`, or if the template of a decorator has the prefix and the
+    character after it before its first field.
 
     Args:
-        most: How many are told apart: those that this process meets first.
-        prefix_of: Gives the prefix of a key; "" where it has none.
-        named: Prefixes that are told apart though no template begins with them.
+        most: How many prefixes get a label of their own: those that this process meets first.
+        prefix_of: Returns the prefix of a key; "" if it has none.
+        named: Prefixes with a label of their own although no template begins with them.
 
     Raises:
-        InvalidArgument: `most` is no int of at least 0; `named` is no collection of texts.
+        InvalidArgument: `most` is no int of at least 0, or `named` is no collection of texts.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Prefixes:
         self._mutex = threading.Lock()
 
     def of(self, key: str | None) -> str:
-        """Return what stands for a key."""
+        """Return the label of a key."""
         prefix = self._prefix_of(key) if key else ""
         if not key or not prefix:
             return NONE
         if key.startswith(OWN_MARKER) and not self._is_named(prefix, key):
-            prefix = key.partition(":")[0]  # This package's own word.
+            prefix = key.partition(":")[0]  # The kind of this package's own key.
         if len(prefix) > LONGEST or not prefix.isprintable() or not self._is_named(prefix, key):
             return OTHER
         if prefix not in self._known:
@@ -89,16 +89,16 @@ class Prefixes:
             return False
         if key.startswith(OWN_MARKER) and prefix == key.partition(":")[0]:
             return True
-        # With what ends it: a client's `inv:` is not the `invoice:` of a template.
+        # Compare the next character, too: a client's `inv:` is not the `invoice:` of a template.
         start = key[: len(prefix) + 1]
         ends = start == prefix
         return any(head == start if ends else head.startswith(start) for head in self._declared())
 
     def _declared(self) -> frozenset[str]:
-        """Return what the templates begin with that are declared by now."""
+        """Return the texts with which the templates declared so far begin."""
         version, heads = self._heads
         if version is not declared.version:
-            # Before the look: what is added meanwhile makes the next one look again.
+            # Read the version first, so that a declaration added meanwhile is found next time.
             version = declared.version
             found = (each for _made, each in declarations() if each.is_template)
             heads = frozenset(_stored(head_of(each.key)[0]) for each in found)
@@ -107,7 +107,7 @@ class Prefixes:
 
 
 def _stored(head: str) -> str:
-    """Return the beginning of a template as keys have it. The marker is in no NFC text."""
+    """Return the beginning of a template as in stored keys. No NFC text contains the marker."""
     if head.startswith(OWN_MARKER):
         return OWN_MARKER + nfc(head.removeprefix(OWN_MARKER))
     return nfc(head)

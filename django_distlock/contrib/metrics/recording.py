@@ -1,4 +1,4 @@
-"""Measures what the signals tell, for one exporter."""
+"""Measure for one exporter what the signals report."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ OUTCOMES: Final = (
 CAUSES: Final = ("deadline", "max_lifetime", "gone", "no_answer")
 #: Values of the label `reason`.
 REASONS: Final = ("conflict", "unavailable", "error")
-#: Values of the label `reason` of what did not run.
+#: Values of the label `reason` of work that did not run.
 SKIPS: Final = ("conflict", "unavailable", "queued")
-#: The same of what went back to its queue.
+#: The same of work that went back to its queue.
 REQUEUES: Final = ("conflict", "unavailable")
 
-#: What is rare, by the values of its last label.
+#: Counters of rare events, with the values of their last label.
 _RARE: Final[Mapping[Instrument, tuple[str, ...]]] = {
     ACQUIRE: OUTCOMES, LOST: CAUSES, BYPASSED: REASONS, SKIPPED: SKIPS, REQUEUED: REQUEUES,
     REJECTED: (), TAKEN_OVER: (), FORCED: (),
@@ -64,17 +64,17 @@ _RARE: Final[Mapping[Instrument, tuple[str, ...]]] = {
 
 
 class Exporter(Protocol):
-    """Takes what is measured. Its methods are called in any thread, and must be quick."""
+    """Takes measurements. Its methods are called in any thread, and must be fast."""
 
     def add(self, instrument: Instrument, *labels: str, by: int = 1) -> None:
-        """Count one; 0: let the counter be seen before there is anything to count."""
+        """Add to a counter; `by=0` shows the counter before its first event."""
 
     def observe(self, instrument: Instrument, value: float, *labels: str) -> None:
         """Put a value into a histogram."""
 
 
 def hear(receivers: Sequence[tuple[Signal, Any]], uid: str) -> Callable[[], None]:
-    """Hear signals from now on, unless others do under this name; return what ends that."""
+    """Connect receivers, unless others have this `uid`; return the function that disconnects."""
     for signal, receive in receivers:
         signal.connect(receive, weak=False, dispatch_uid=uid)
 
@@ -86,7 +86,7 @@ def hear(receivers: Sequence[tuple[Signal, Any]], uid: str) -> Callable[[], None
 
 
 class Recorder:
-    """Hears what is measured."""
+    """Receives the signals, and passes their measurements to an exporter."""
 
     def __init__(self, exporter: Exporter, prefixes: Prefixes):
         self._to = exporter
@@ -94,7 +94,7 @@ class Recorder:
         self._seen: tuple[int, set[tuple[str, str]]] = (0, set())
 
     def receivers(self) -> Sequence[tuple[Signal, Any]]:
-        """Return what it hears, and with what."""
+        """Return the signals, each with its receiver."""
         return (
             (lock_acquired, self._acquired),
             (lock_not_acquired, self._not_acquired),
@@ -122,7 +122,7 @@ class Recorder:
         self._to.observe(WAIT, waited, alias, prefix)
         if not isinstance(cause, LockNotAcquired) or cause.held_for is None or cause.settled:
             return
-        # Of whom an end is to be expected: a leader and a task that is queued keep the key.
+        # Only for holders that are expected to end: leaders and queued tasks keep the key.
         if not (cause.holder is None or cause.holder.leads or cause.holder.is_queued):
             self._to.observe(BLOCKED, cause.held_for, alias, prefix)
 
@@ -159,14 +159,14 @@ class Recorder:
         self._to.add(instrument, alias, self._prefixes.of(key))
 
     def _seen_prefix(self, alias: str, key: str) -> str:
-        """Return what stands for a key; at its first time, show counters of what is rare.
+        """Return the label of a key; at its first use, show the counters of rare events with 0.
 
-        A counter that begins with its first loss has no increase, and no alarm sees it.
+        A counter that first appears with its first loss has no increase, so no alarm sees it.
         """
         prefix = self._prefixes.of(key)
         pid, seen = self._seen
         if pid != os.getpid():
-            # A fork writes down what it counts by itself.
+            # A forked process exports its own counters.
             seen = set()
             self._seen = os.getpid(), seen
         if (alias, prefix) not in seen:
@@ -180,7 +180,7 @@ class Recorder:
 
 
 def outcome_of(cause: object, wait: float | None) -> str:
-    """Return the `outcome` of an acquire that got no grant, and was to `wait` for so long."""
+    """Return the `outcome` of an acquire without a grant, which could `wait` for so long."""
     if isinstance(cause, LockNotAcquired):
         if cause.holder is not None and cause.holder.leads:
             return "standby"
@@ -200,7 +200,7 @@ def reason_of(cause: object) -> str:
 
 
 def cause_of(sentence: str) -> str:
-    """Return the `cause` of a loss, of the sentence that the signal says."""
+    """Return the `cause` of a loss from the sentence in the signal."""
     if sentence == GONE:
         return "gone"
     if sentence == OVER_AT_LAST:

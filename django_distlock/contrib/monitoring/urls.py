@@ -1,4 +1,4 @@
-"""Where the endpoints answer, for `include()` under an address of the project."""
+"""The URLs of the endpoints, for `include()` under a path of the project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask the endpoints, and what they answer."""
+"""The monitoring endpoints, and the check of who may call them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ..metrics.gauges import ask_each, health
 
 View = Callable[[HttpRequest], HttpResponseBase]
 
-#: Seconds for which an answer is good enough for whoever asks again.
+#: Seconds for which an answer is reused for further requests.
 HEALTH_AGE: Final = 1.0
 STATS_AGE: Final = 10.0
-#: Seconds until what has not answered counts as silent.
+#: Seconds until a store that has not answered is reported as a timeout.
 HEALTH_PATIENCE: Final = 2.0
 STATS_PATIENCE: Final = 5.0
-#: How often a scrape begins anew: the client makes the file of a worker's metrics empty, and then
-#: fills it, and who reads it in between gets an error.
+#: How often a scrape is tried again: the client creates the file of a worker's metrics empty, and
+#: a read before it is filled raises an error.
 UNFINISHED: Final = 3
 
 
 def guarded(view: View) -> View:
-    """Let a view answer a token of `DISTLOCK_MONITOR_TOKEN`, and staff who may see locks.
+    """Restrict a view to tokens of `DISTLOCK_MONITOR_TOKEN` and to staff who may see locks.
 
-    Others get an empty 401 or 403, and no redirect. Whoever shows a token is judged by that alone.
-    Nothing of an answer is kept by caches.
+    Other requests get an empty 401 or 403 without a redirect. A request with a token is judged by
+    the token alone. Caches do not store the answers.
     """
 
     @wraps(view)
@@ -50,7 +50,7 @@ def guarded(view: View) -> View:
         response.headers["Cache-Control"] = "no-store"
         return response
 
-    # A database that is down is what they are to tell, so none is asked on the way to them.
+    # The views must report a database that is down, so the request must not need a transaction.
     for using in connections:
         transaction.non_atomic_requests(using)(wrapper)
     return login_not_required(require_safe(wrapper))
@@ -59,18 +59,18 @@ def guarded(view: View) -> View:
 def _refusal(request: HttpRequest) -> HttpResponse | None:
     scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
-        # All of them, so that the time tells nothing of which it was.
+        # Compare all tokens, so that the time does not reveal which one matched.
         are_same = [constant_time_compare(shown.strip(), each) for each in monitor_tokens()]
         return None if any(are_same) else _unknown()
     try:
         user = getattr(request, "user", None)
         if user is None or not user.is_authenticated:
             return _unknown()
-        # A project without Django's admin need not know who is staff.
+        # The user model of a project without Django's admin may have no `is_staff`.
         if user.is_active and getattr(user, "is_staff", False) and may(user, Operation.VIEW):
             return None
     except (DatabaseError, InterfaceError):
-        return _unknown()  # Nobody can tell.
+        return _unknown()  # Without the database, the user is unknown.
     return HttpResponse(status=403)
 
 
@@ -80,7 +80,7 @@ def _unknown() -> HttpResponse:
 
 @guarded
 def health_view(request: HttpRequest) -> HttpResponse:
-    """Answer 200 where every store does, and else 503."""
+    """Answer 200 if every store answers, else 503."""
     found = health(max_age=HEALTH_AGE, patience=HEALTH_PATIENCE)
     is_up = all(each.is_up for each in found.values())
     said = {alias: {"status": each.code, "seconds": each.seconds} for alias, each in found.items()}
@@ -91,7 +91,7 @@ def health_view(request: HttpRequest) -> HttpResponse:
 
 @guarded
 def stats_view(request: HttpRequest) -> HttpResponse:
-    """Answer what `distlock_stats --json` prints, without the texts of errors."""
+    """Answer with what `distlock_stats --json` prints, without the texts of errors."""
     found: list[Any] = []
     failures: list[Any] = []
     answers = ask_each(_statistics, max_age=STATS_AGE, patience=STATS_PATIENCE)
@@ -105,7 +105,7 @@ def stats_view(request: HttpRequest) -> HttpResponse:
 
 @guarded
 def metrics_view(request: HttpRequest) -> HttpResponse:
-    """Answer a scrape of Prometheus; 404 where its client is not installed."""
+    """Answer a scrape of Prometheus; 404 if its client is not installed."""
     try:
         from prometheus_client import exposition
 
@@ -121,9 +121,9 @@ def metrics_view(request: HttpRequest) -> HttpResponse:
 
 
 def _statistics(alias: str) -> Statistics | str:
-    """Return how much there is, or the code of what is in the way."""
+    """Return the statistics of a store, or the code of its error."""
     try:
-        # What is in memory is that of one process, of many.
+        # Locks in memory are those of one process among many.
         return statistics(alias) if lock_backends[alias].distributed else "unsupported"
     except LockError as error:
         return error.code
