@@ -133,7 +133,7 @@ class _Exporter:
                 )
 
     def add(self, instrument: Instrument, *labels: str, by: int = 1) -> None:
-        """Count one."""
+        """Add to a counter."""
         self._counters[instrument].add(by, dict(zip(instrument.labels, labels, strict=True)))
 
     def observe(self, instrument: Instrument, value: float, *labels: str) -> None:

@@ -31,12 +31,12 @@ __all__ = ["install", "scrape_registry", "uninstall"]
 
 Numbers = Mapping[Instrument, Mapping[tuple[str, ...], float]]
 
-#: Seconds between two looks at gauges that nobody can ask for.
+#: Seconds between two samples of the gauges that a scrape cannot read from the process.
 INTERVAL = 1.0
-#: Seconds that the thread which looks stays without need: leases come and go quickly.
+#: Seconds that the sampling thread stays when idle, because leases come and go quickly.
 LINGER_SECONDS = 10.0
 
-#: What is registered where, for whoever installs twice.
+#: By registry, the function that disconnects its receivers, and its exporter.
 _installed: Final[dict[CollectorRegistry, tuple[Callable[[], None], _Exporter]]] = {}
 _mutex: Final = threading.Lock()
 
@@ -51,17 +51,17 @@ def install(
 ) -> None:
     """Measure from now on; a second call for the same registry does nothing.
 
-    With `PROMETHEUS_MULTIPROC_DIR`, what the processes write there is read by `scrape_registry()`.
+    With `PROMETHEUS_MULTIPROC_DIR`, `scrape_registry()` reads what the processes write there.
 
     Args:
         registry: Where the metrics are registered; None: `prometheus_client.REGISTRY`.
-        prefixes: How many prefixes of keys are told apart, those that come first; further ones are
-            "other".
-        prefix_of: Gives the prefix of a key, "" where it has none; None: what stands before the
-            first colon. A key whose prefix is neither declared nor named is "other".
+        prefixes: How many prefixes of keys get a label of their own: the first that are met. All
+            further prefixes are "other".
+        prefix_of: Returns the prefix of a key, "" if it has none; None: the part before the first
+            colon. A key whose prefix is neither declared nor named is "other".
         named: Prefixes that no template of a decorator begins with, such as those of blocks.
-        stores: Whether a scrape asks the stores as well. Each process that does gives the same
-            numbers: two of them added up are twice what there is.
+        stores: Whether a scrape queries the stores, too. Each process that does returns the same
+            numbers, so the sum over processes is too high.
 
     Raises:
         InvalidArgument: `prefixes` is no int of at least 0, or `named` is no list of texts.
@@ -76,7 +76,7 @@ def install(
 
 
 def uninstall(registry: CollectorRegistry | None = None) -> None:
-    """Measure no more, and take the metrics out of the registry: for tests."""
+    """Stop measuring, and remove the metrics from the registry: for tests."""
     registry = REGISTRY if registry is None else registry
     with _mutex:
         if registry in _installed:
@@ -88,8 +88,8 @@ def uninstall(registry: CollectorRegistry | None = None) -> None:
 def scrape_registry() -> CollectorRegistry:
     """Return the registry to answer a scrape from.
 
-    With `PROMETHEUS_MULTIPROC_DIR`, a new one of what all processes wrote there, and of the stores,
-    asked once; without, `prometheus_client.REGISTRY`.
+    With `PROMETHEUS_MULTIPROC_DIR`, a new registry of what all processes wrote there, and of the
+    stores, which are queried once. Without it, `prometheus_client.REGISTRY`.
     """
     if not _is_multiprocess():
         return REGISTRY
@@ -103,13 +103,13 @@ def scrape_registry() -> CollectorRegistry:
 
 
 def _bury_the_dead(folder: Path) -> None:
-    """Remove the gauges of processes that are gone: who is killed runs no hook, and others may not.
+    """Remove the gauges of dead processes: they run no hook if killed, and may run none otherwise.
 
-    And files that were made and never filled, which nobody can read. A folder belongs to the
-    processes of one PID namespace, as the names of its files do.
+    Also remove files that were created but never filled, which cannot be read. A folder belongs to
+    the processes of one PID namespace, because the file names contain pids.
     """
     for each in folder.glob("*_*.db"):
-        # Another scrape, or `child_exit`, may be quicker.
+        # Another scrape, or `child_exit`, may remove the file first.
         with suppress(FileNotFoundError):
             is_left = each.name.startswith("gauge_live") or not each.stat().st_size
             if is_left and _is_gone(each.stem.rpartition("_")[2]):
@@ -122,12 +122,12 @@ def _is_gone(pid: str) -> bool:
     except ProcessLookupError:
         return True
     except (PermissionError, ValueError):
-        pass  # Somebody else's, and alive; or no name of the library's.
+        pass  # A living process of another user, or a file that is not the library's.
     return False
 
 
 class _Exporter:
-    """Puts what is measured into the metrics of one registry."""
+    """Puts measurements into the metrics of one registry."""
 
     def __init__(self, registry: CollectorRegistry, prefixes: Prefixes, *, stores: bool):
         self.asks_stores = stores
@@ -147,7 +147,7 @@ class _Exporter:
             if each.kind == "histogram"
         }  # fmt: skip
         self._gauges: list[_Gauges] = []
-        # There, a scrape sees files, and asks no process.
+        # With several processes, a scrape reads files, and queries no process.
         self._sampler = _Sampler(registry) if _is_multiprocess() else None
         if self._sampler is None:
             self._gauges.append(_Gauges(PROCESS_GAUGES, process_numbers))
@@ -157,7 +157,7 @@ class _Exporter:
             registry.register(each)
 
     def close(self) -> None:
-        """Take everything out of the registry."""
+        """Remove everything from the registry."""
         metrics = (self._counters, self._histograms)
         for each in [*self._gauges, *(metric for some in metrics for metric in some.values())]:
             self._registry.unregister(each)
@@ -165,7 +165,7 @@ class _Exporter:
             self._sampler.close(self._registry)
 
     def add(self, instrument: Instrument, *labels: str, by: int = 1) -> None:
-        """Count one."""
+        """Add to a counter."""
         self._counters[instrument].labels(*labels).inc(by)
         if self._sampler is not None:
             self._sampler.wake()
@@ -176,19 +176,19 @@ class _Exporter:
 
 
 class _Gauges(Collector):
-    """Asks for the values of gauges when there is a scrape."""
+    """Reads the values of gauges at the time of a scrape."""
 
     def __init__(self, instruments: Sequence[Instrument], numbers: Callable[[], Numbers]):
         self._instruments = instruments
         self._numbers = numbers
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the metrics without values, so that to register them asks for none."""
+        """Yield the metrics without values, so that registering them reads no values."""
         for each in self._instruments:
             yield GaugeMetricFamily(each.prometheus_name, each.help, labels=each.labels)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the metrics."""
+        """Yield the metrics with their values."""
         numbers = self._numbers()
         for each, family in zip(self._instruments, self.describe(), strict=True):
             for labels, value in numbers[each].items():
@@ -197,15 +197,15 @@ class _Gauges(Collector):
 
 
 def _is_multiprocess() -> bool:
-    # Asked of the library, which decides it when it is imported.
+    # The library decides this when it is imported.
     return bool(values.ValueClass._multiprocess)
 
 
 class _Sampler(TimerThread[None]):
     """Writes the gauges of a process to the files of `PROMETHEUS_MULTIPROC_DIR`.
 
-    In a thread that begins with the first lock of the process, and never in a process that only
-    forks others.
+    Its thread starts with the first lock of the process, so a process that only forks others has
+    no such thread.
     """
 
     linger = 0.0
@@ -224,22 +224,22 @@ class _Sampler(TimerThread[None]):
         _every.add(self)
 
     def close(self, registry: CollectorRegistry) -> None:
-        """Write no more."""
+        """Stop writing, and remove the gauges from the registry."""
         attempts.when_waiting.remove(self.wake)
         _every.discard(self)
         for each in self._gauges.values():
             registry.unregister(each)
 
     def wake(self) -> None:
-        """Look from now on: there may be something to see."""
+        """Sample from now on, because values may have changed."""
         self._woken_at = monotonic()
-        with suppress(RuntimeError):  # No more threads now, or ever: the interpreter ends.
+        with suppress(RuntimeError):  # No thread can be started now, or the interpreter is exiting.
             self.add(None)
 
     def _look(self, now: float, due: float) -> None:
         if monotonic() < due:
             return
-        # Not while somebody forks: the child would find the library's mutex taken, for ever.
+        # Not during a fork: in the child, the library's mutex would stay locked for ever.
         with self._mutex:
             is_idle = True
             for instrument, numbers in process_numbers().items():
@@ -248,7 +248,7 @@ class _Sampler(TimerThread[None]):
                     is_idle = is_idle and not value
             if is_idle:
                 self.discard(None)
-                # Asked after that: whoever wakes it meanwhile is not missed.
+                # Checked after `discard`, so that a wake-up in between is not missed.
                 if monotonic() - self._woken_at <= LINGER_SECONDS:
                     self.add(None)
             self._looks_next_at = monotonic() + INTERVAL
