@@ -159,7 +159,7 @@ class Delivery:
 
 
 def traced(task: Any) -> Any:
-    """Return the request with which Celery runs a task, of which each call pushes a copy."""
+    """Return the request that Celery runs a task with; each call of the task pushes a copy."""
     request = task.request
     return next((each for each in task.request_stack.stack if each.id == request.id), request)
 

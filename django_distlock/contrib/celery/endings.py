@@ -80,7 +80,7 @@ class EndsTheDead:
         if isinstance(error, (WorkerLostError, Terminated, SystemExit, KeyboardInterrupt)):
             end(self, at_once=True)
         elif isinstance(error, TimeLimitExceeded):
-            # If the body had not begun, the claims are left, unless it is delivered again.
+            # A task whose body had not begun still has its claims. A redelivery would need them.
             task = self.task  # type: ignore[attr-defined]
             if not task.acks_late or getattr(task, "acks_on_timeout", True):
                 _free_claims_soon(self)
@@ -148,7 +148,7 @@ def _end_started(request: Any) -> None:
 
 def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: bool) -> None:
     ours, task = current_holder(), request.task
-    # True if the broker does not deliver it again.
+    # Whether the broker does not deliver the task again.
     is_over = not (task.acks_late and task.reject_on_worker_lost)
     living = []
     for record in _held(store, terms, task, request):

@@ -78,7 +78,7 @@ class Run:
 
     def __init__(self, terms: Terms, delivery: Delivery, body: Callable[[], Any]):
         self.unique: Lease | None = None
-        # Renews the unique key: Celery swallows what a signal raises inside its receivers.
+        # Releases the unique key even if a signal interrupts `ended`: Celery swallows that error.
         self._block = Block(None)
         self.opened: list[object] = [None]
         self.has_begun = False
@@ -131,7 +131,7 @@ class Run:
             if state != states.RETRY:
                 self._wait_no_more()
         finally:
-            # A soft time limit may interrupt a call, once. The key would be renewed for ever.
+            # A soft time limit may interrupt one call. Without the other, renewals never end.
             try:
                 self._end_claims(state, retval, is_over=is_over)
             finally:
@@ -315,7 +315,7 @@ class Run:
         return place is not None and backlog.is_replaced(place, self._number(PLACE))
 
     def _start(self) -> None:
-        """Let others be queued from now on, before the body reads: later calls run after it."""
+        """Let others be queued: the body sees what earlier calls were sent for, later calls run."""
         if (queued := self._kept.get(UNIQUE)) is None:
             return
         if self._terms.debounce:

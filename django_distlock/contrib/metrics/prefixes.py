@@ -22,8 +22,8 @@ NONE: Final = "none"
 def before_colon(key: str) -> str:
     """Return the part of a key before its first colon; "": it has none.
 
-    This package's own keys begin with their kind. Of those it is the part before the second colon,
-    with the name of a schedule, or the prefix of a unique task.
+    Of this package's own keys, which begin with their kind, it is the part before the second colon:
+    the kind, with the name of a schedule or the prefix of a unique task.
     """
     if key.startswith(OWN_MARKER):
         return ":".join(key.split(":", 2)[:2])

@@ -180,7 +180,7 @@ class Recorder:
 
 
 def outcome_of(cause: object, wait: float | None) -> str:
-    """Return the `outcome` of an acquire without a grant, which could `wait` for so long."""
+    """Return the `outcome` of an acquire without a grant; `wait`: its limit in seconds."""
     if isinstance(cause, LockNotAcquired):
         if cause.holder is not None and cause.holder.leads:
             return "standby"
