@@ -32,7 +32,7 @@ exit codes:
 
 
 class Audit:
-    """What is wrong in files that are read one after the other."""
+    """The findings in files that are read one after the other."""
 
     def __init__(self) -> None:
         self.files = 0
@@ -41,7 +41,7 @@ class Audit:
         self._conditions: set[str] = set()
 
     def read(self, path: Path) -> None:
-        """Read a file. One that cannot be read is noted, and takes nothing from the others."""
+        """Audit a file. If it cannot be read, note that: the findings of other files remain."""
         self.files += 1
         try:
             source = Source(path)
@@ -64,7 +64,7 @@ class Audit:
         self.unread[str(Path(error.filename))] = error.strerror or str(error)
 
     def findings(self, rules: Collection[str] = RULES) -> list[Finding]:
-        """Return what rules found, by file and line, when all files have been read."""
+        """Return the findings of rules, by file and line. All files must have been read before."""
         counting = {"", *self._conditions} ^ {REQUEST}
         return sorted(
             {
@@ -76,7 +76,7 @@ class Audit:
 
 
 def as_text(findings: list[Finding], unread: Mapping[str, str], files: int) -> str:
-    """Return three lines for each finding, and a sum."""
+    """Return three lines for each finding, and a summary line."""
     lines = []
     for path, line, rule, message in findings:
         why, remedy = RULES[rule]
@@ -86,7 +86,7 @@ def as_text(findings: list[Finding], unread: Mapping[str, str], files: int) -> s
 
 
 def as_json(findings: list[Finding], unread: Mapping[str, str], files: int) -> str:
-    """Return one document."""
+    """Return one JSON document."""
     texts = {rule: {"why": why, "remedy": remedy} for rule, (why, remedy) in RULES.items()}
     found = [each._asdict() | texts[each.rule] for each in findings]
     not_read = [{"path": path, "reason": reason} for path, reason in unread.items()]
@@ -94,7 +94,7 @@ def as_json(findings: list[Finding], unread: Mapping[str, str], files: int) -> s
 
 
 def as_sarif(findings: list[Finding], unread: Mapping[str, str], files: int) -> str:
-    """Return a log file of static analysis.
+    """Return a SARIF log.
 
     Source: OASIS, Static Analysis Results Interchange Format (SARIF) Version 2.1.0.
     """
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         audit.read(path)
     found = audit.findings({*(options.select or RULES)} - {*(options.ignore or ())})
     text, encoding = FORMATS[options.format](found, audit.unread, audit.files), sys.stdout.encoding
-    # A file may have a name that is no text.
+    # The name of a file may have bytes that are no text.
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     return 1 if found else 3 if audit.unread else 0
 

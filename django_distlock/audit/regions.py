@@ -1,4 +1,4 @@
-"""Code that runs under a lock: how long it may take, and whether a transaction goes beyond it."""
+"""Code that runs under a lock: how long it may take, and whether a transaction outlasts it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .rules import Found
 from .sources import Function, Scope, Source, Try, argument, is_constant
 from .stores import CLOCKS, Stores, ignored, kind
 
-#: A loop whose length nobody can see is taken for one of so many passes.
+#: The passes assumed for a loop whose length the source does not show.
 PASSES = 10
 _RENEWALS = {"extend", "aextend", "reacquire", "renew", "refresh", "expire", "pexpire", "touch"}
-#: Calls that wait for as long as their `timeout` says.
+#: Calls that may wait for the seconds of their `timeout`.
 _WAITS = re.compile(
     "get|post|put|patch|head|delete|request|stream|urlopen|run|call|check_(call|output)"
     "|communicate|wait|wait_for|result"
@@ -28,25 +28,25 @@ _WRITES = re.compile(
 
 
 class Lock(NamedTuple):
-    """What makes a lock."""
+    """A lock, as its source describes it."""
 
     #: "foreign", "session" (of PostgreSQL), "ours", or "" for one that ends with a transaction.
     kind: str
-    #: Seconds; infinite where it does not end by itself, None where nobody can see it.
+    #: Seconds; infinite if it does not expire, None if the source does not show it.
     ttl: float | None
 
 
 class Region(NamedTuple):
-    """What runs under a lock."""
+    """Code that runs under a lock."""
 
     lock: Lock
     node: ast.expr
-    #: What begins and ends the region.
+    #: The block or function whose body runs under the lock.
     block: ast.With | ast.AsyncWith | Try | Function
 
 
 def made_lock(source: Source, node: ast.expr) -> Lock | None:
-    """Return the lock, or the lease, that an expression makes."""
+    """Return the lock that an expression makes or acquires; None: it does neither."""
     node = source.value(node)
     if not isinstance(node, ast.Call):
         return None
@@ -59,7 +59,7 @@ def made_lock(source: Source, node: ast.expr) -> Lock | None:
     if origin.startswith("django_distlock") and origin.endswith(".distlock"):
         still = is_constant(argument(node, "heartbeat"), False)
         still = still or is_constant(argument(node, "basic"), True)
-        still = still and not is_constant(argument(node, "on_lost"), "ignore")  # as it means to
+        still = still and not is_constant(argument(node, "on_lost"), "ignore")  # loss is accepted
         return Lock("ours", source.number(argument(node, "ttl")) if still else math.inf)
     if origin.endswith(("pglock.advisory", "advisory_lock")):
         return Lock("" if is_constant(argument(node, "xact"), True) else "session", math.inf)
@@ -75,11 +75,11 @@ def made_lock(source: Source, node: ast.expr) -> Lock | None:
 
 
 def atomic(source: Source, node: ast.AST) -> ast.AST | None:
-    """Return the innermost block or function around a node that is a transaction."""
+    """Return the innermost block or function around a node that opens a transaction."""
     child = node
     for each in source.above(node):
         if isinstance(each, ast.With | ast.AsyncWith):
-            # A manager that comes later in the same line is inside of it.
+            # In one `with`, a manager is only inside of those before it.
             before = each.items[: each.items.index(child)] if child in each.items else each.items
             if any(_is_atomic(source, item.context_expr) for item in before):
                 return each
@@ -91,13 +91,13 @@ def atomic(source: Source, node: ast.AST) -> ast.AST | None:
 
 
 def _is_atomic(source: Source, node: ast.expr) -> bool:
-    """Tell whether a manager or a decorator makes a transaction."""
+    """Tell whether a manager or a decorator opens a transaction."""
     given = node.args if isinstance(node, ast.Call) else []  # `method_decorator(atomic)`
     return any(_ATOMIC.search(source.name(each)) for each in (node, *given))
 
 
 class Regions:
-    """What runs under a lock in a file, and what the rules find there."""
+    """The code of a file that runs under a lock, and what the rules find there."""
 
     def __init__(self, source: Source, stores: Stores) -> None:
         self.source = source
@@ -124,7 +124,7 @@ class Regions:
         return Lock("foreign", takes[0].ttl) if takes else None
 
     def findings(self) -> Iterator[Found]:
-        """Give what is wrong."""
+        """Yield what is wrong."""
         for region in self.all:
             yield from self._too_long(region, region.lock.ttl or math.inf)
             if region.lock.kind in ("foreign", "session") and self._ends_early(region):
@@ -135,13 +135,13 @@ class Regions:
                 yield ignored(call)
 
     def _is_unnamed(self, call: ast.Call) -> bool:
-        """Tell whether a block does not look at the lease that it gets."""
+        """Tell whether a block also runs without the lock, and gives its lease no name."""
         item = self.source.parents[call]
         looks = not isinstance(item, ast.withitem) or item.optional_vars
         return not looks and is_constant(argument(call, "on_conflict"), "yield")
 
     def _may_fail(self, call: ast.Call) -> bool:
-        """Tell whether a call takes a lock, or returns that it did not."""
+        """Tell whether a call tries to acquire a lock, and returns whether it did."""
         function = call.func
         if not isinstance(function, ast.Attribute) or not made_lock(self.source, function.value):
             return False
@@ -158,7 +158,7 @@ class Regions:
             yield Found(f"{name}-outlasts-timeout", region.node, message)
 
     def _time(self, body: list[ast.stmt]) -> tuple[float, float]:
-        """Return the seconds that are written down in lines, without and within loops."""
+        """Return the seconds that lines may take by their text: outside of loops, and in loops."""
         work = loops = 0.0
         for each in body:
             match each:
@@ -193,13 +193,13 @@ class Regions:
         if isinstance(over, ast.Call) and self.source.name(over.func) == "range":
             bounds = [self.source.number(each) for each in over.args]
             if bounds and None not in bounds:
-                # Some ranges Python itself would refuse, or cannot count.
+                # Python refuses some ranges, and cannot count others.
                 with suppress(OverflowError, TypeError, ValueError):
                     return len(range(*(int(each or 0) for each in bounds)))
         return PASSES
 
     def _wait(self, call: ast.AST) -> float:
-        """Return the seconds that a call waits, or may wait, as far as its text says."""
+        """Return the seconds that a call may wait by its text; 0 if that does not say."""
         if not isinstance(call, ast.Call):
             return 0
         name, seconds = self.source.name(call.func), None

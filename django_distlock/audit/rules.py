@@ -1,11 +1,11 @@
-"""The rules: why what they find is wrong, and what to write in its place."""
+"""The rules of the audit: why the code that they find is wrong, and what to write instead."""
 
 from __future__ import annotations
 
 import ast
 from typing import NamedTuple
 
-#: The condition of what is no fault where requests are transactions.
+#: The condition of a finding that counts only if requests are not transactions.
 REQUEST = "ATOMIC_REQUESTS"
 
 
@@ -15,12 +15,12 @@ class Found(NamedTuple):
     rule: str
     node: ast.expr
     message: str
-    #: "": it counts; REQUEST; or the alias of a database, if a pooler stands before that.
+    #: When it counts. "": always; REQUEST; an alias: if settings put that database behind a pooler.
     condition: str = ""
 
 
 class Finding(NamedTuple):
-    """What a rule found."""
+    """What a rule found, as it is reported."""
 
     path: str
     line: int

@@ -1,4 +1,4 @@
-"""Files of Python: which there are, and what a text says about its own names."""
+"""Finds Python files, parses them, and resolves names within one file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Try: TypeAlias = ast.Try | ast.TryStar
 Scope: TypeAlias = Function | ast.Lambda | ast.Module
 
-#: Folders of code that is not the project's own; a virtual environment is known by its file.
+#: Folders of code that is not the project's own. `files` skips virtual environments as well.
 _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 _IGNORE = re.compile(r"#\s*distlock:\s*ignore\[([\w\s,-]+)\]")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
@@ -39,8 +39,8 @@ def files(
     excluded: Sequence[str] = (),
     skip: Callable[[OSError], object] = lambda error: None,
 ) -> Iterator[Path]:
-    """Give the files of Python below folders, and what is named; `skip` hears what is not read."""
-    # Normalised: the completion of a shell ends a folder with a slash.
+    """Yield named files and Python files below folders; `skip` gets the error of unread folders."""
+    # Normalised, because the completion of a shell ends a folder with a slash.
     patterns = [str(Path(each)) for each in excluded]
 
     def is_left(path: Path) -> bool:
@@ -70,18 +70,18 @@ def words(text: str) -> set[str]:
 
 
 def argument(call: ast.Call, name: str, place: int = 99) -> ast.expr | None:
-    """Return an argument of a call, by its name or its place."""
+    """Return an argument of a call, by its name or its position."""
     given = {each.arg: each.value for each in call.keywords}
     return given.get(name, call.args[place] if len(call.args) > place else None)
 
 
 def is_constant(node: ast.expr | None, value: object) -> bool:
-    """Tell whether a text says just this."""
+    """Tell whether an expression is this constant."""
     return isinstance(node, ast.Constant) and repr(node.value) == repr(value)
 
 
 class Source:
-    """A file that was parsed."""
+    """A parsed file."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -144,7 +144,7 @@ class Source:
                     self._bind(each, None)
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Give what a node stands in, from the inside out."""
+        """Yield the nodes around a node, innermost first."""
         while above := self.parents.get(node):
             yield above
             node = above
@@ -154,11 +154,11 @@ class Source:
         return next((each for each in self.above(node) if isinstance(each, Scope)), self.tree)
 
     def owner(self, node: ast.AST) -> ast.ClassDef | None:
-        """Return the class that a node stands in."""
+        """Return the innermost class around a node."""
         return next((each for each in self.above(node) if isinstance(each, ast.ClassDef)), None)
 
     def inside(self, of: ast.AST | Sequence[ast.AST]) -> Iterator[ast.AST]:
-        """Give what runs where a node, or lines, run: no bodies of functions that they define."""
+        """Yield the nodes in a node or in lines, without the bodies of functions defined there."""
         waiting = [*ast.iter_child_nodes(of)] if isinstance(of, ast.AST) else [*of]
         while waiting:
             each = waiting.pop()
@@ -167,7 +167,7 @@ class Source:
                 waiting += ast.iter_child_nodes(each)
 
     def is_ignored(self, call: ast.Call) -> bool:
-        """Tell whether nobody reads what a call returned."""
+        """Tell whether the result of a call is never read."""
         parent = next(each for each in self.above(call) if not isinstance(each, ast.Await))
         if isinstance(parent, ast.Assign) and isinstance(name := parent.targets[0], ast.Name):
             said = [e for e in ast.walk(self.scope(call)) if isinstance(e, ast.Name)]
@@ -175,18 +175,18 @@ class Source:
         return isinstance(parent, ast.Expr)
 
     def called(self, of: ast.AST | Sequence[ast.AST]) -> set[str]:
-        """Return the names of what is called inside."""
+        """Return the names of the functions that a node, or lines, call."""
         return {self.name(e.func) for e in self.inside(of) if isinstance(e, ast.Call)}
 
     def own(self, call: ast.Call) -> Function | None:
-        """Return the function of the same file that a call calls."""
+        """Return the function that a call calls, if the same file defines it."""
         match call.func:
             case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
                 return self._functions.get(name)
         return None
 
     def value(self, node: ast.expr, depth: int = 4) -> ast.expr:
-        """Return what a name stands for, if it is assigned once; what is awaited."""
+        """Return the value of a name that is assigned once, or what is awaited; else the node."""
         found: list[ast.expr | None] = []
         match node:
             case ast.Await():
@@ -199,11 +199,11 @@ class Source:
         return self.value(found[0], depth - 1) if len(found) == 1 and found[0] and depth else node
 
     def behind(self, node: ast.expr) -> set[ast.expr]:
-        """Return what the parts of an expression stand for."""
+        """Return the values of all parts of an expression: see `value`."""
         return {self.value(each) for each in ast.walk(node) if isinstance(each, ast.expr)}
 
     def origin(self, node: ast.expr, depth: int = 40) -> str:
-        """Return where something comes from: `redis.Redis().pipeline()`."""
+        """Return the dotted origin of an expression: `redis.Redis().pipeline()`."""
         node = self.value(node)
         match node:
             case ast.Name():
@@ -217,15 +217,15 @@ class Source:
         return ""
 
     def name(self, node: ast.expr) -> str:
-        """Return the last name of where something comes from, without calls."""
+        """Return the last name in the origin of an expression, without calls."""
         return self.origin(node).rstrip("()[]").rpartition(".")[2]
 
     def number(self, node: ast.expr | None, depth: int = 6) -> float | None:
-        """Return the seconds that a text says: infinite for None, None for what it does not."""
+        """Return the seconds that an expression states: infinite for None, None if unclear."""
         node = self.value(node) if node and depth else None
         match node:
             case ast.Constant(value=int() | float() | None as number):
-                # A float has no room for more digits.
+                # A larger integer does not fit into a float.
                 return math.inf if number is None or number > _MOST else float(number)
             case ast.BinOp() if type(node.op) in _OPERATORS:
                 parts = [self.number(node.left, depth - 1), self.number(node.right, depth - 1)]
@@ -233,6 +233,6 @@ class Source:
         return None
 
     def is_lockish(self, node: ast.expr) -> bool:
-        """Tell whether an expression speaks of a lock."""
+        """Tell whether the words of an expression suggest a lock."""
         said = words(f"{ast.unparse(node)} {ast.unparse(self.value(node))}")
         return any(_LOCK.search(word) and not _NO_LOCK.search(word) for word in said)

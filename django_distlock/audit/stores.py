@@ -1,4 +1,4 @@
-"""What code does to keys of a cache or of Redis, and the rules about that."""
+"""Operations on keys of a cache or of Redis, and the rules about them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from itertools import pairwise
 from .rules import Found
 from .sources import Scope, Source, Try, argument, is_constant, words
 
-#: Which stores have a call ("any": its name is like no other), and what it does to its key.
+#: For each call: the stores that have it ("any": the name is unique), and its effect on the key.
 _CALLS = {
     name: (store, does)
     for store, does, names in (
@@ -33,7 +33,7 @@ _REDIS = re.compile(
 CLOCKS = {"monotonic", "now", "perf_counter", "time"}
 
 
-#: What locks until the end of the transaction.
+#: Calls that lock until the transaction ends.
 WITHIN = {"select_for_update", "transaction_lock", "atransaction_lock"}
 
 
@@ -45,13 +45,13 @@ class Operation:
     key: str
     node: ast.Call
     scope: Scope
-    #: Seconds until what was taken ends by itself; None is unknown.
+    #: Seconds until a taken key expires; infinite: it does not; None: unknown.
     ttl: float | None
     is_lockish: bool
 
 
 def kind(source: Source, receiver: ast.expr) -> str:
-    """Return what is called: "cache", "redis", "pipeline", or "" for anything else."""
+    """Return the kind of a receiver: "cache", "redis", "pipeline", or "" for any other."""
     origin = source.origin(receiver)
     said = words(source.name(receiver))
     if ".pipeline()" in origin or said & {"pipe", "pipeline"}:
@@ -62,7 +62,7 @@ def kind(source: Source, receiver: ast.expr) -> str:
 
 
 def ignored(call: ast.Call) -> Found:
-    """Return what there is to say of an answer that is ignored."""
+    """Return the finding about a call whose result is ignored."""
     text = ast.unparse(call)
     text = text if len(text) <= 60 else f"{text[:57]}…"
     return Found("acquire-ignored", call, f"the result of `{text}` is not checked")
@@ -113,12 +113,12 @@ class Stores:
             self._by_key[each.key].append(each)
 
     def same(self, one: Operation, *does: str) -> list[Operation]:
-        """Return what else the same function does to the same key."""
+        """Return the other operations of these kinds that the same function does to the key."""
         others = (each for each in self._by_key[one.key] if each.scope is one.scope)
         return [each for each in others if each.does in does and each is not one]
 
     def findings(self) -> Iterator[Found]:
-        """Give what is wrong."""
+        """Yield what is wrong."""
         rules = {"take": self._taken, "drop": self._dropped, "read": self._read}
         for each in self.operations:
             if each.does in rules:
@@ -139,7 +139,7 @@ class Stores:
         takes = [each for each in self._by_key[drop.key] if each.does == "take"]
         taken = [each for each in takes if each.ttl != math.inf or self.same(each, "expire")]
         by_hand = words(getattr(drop.scope, "name", "")) & {"force", "clear", "reset", "test"}
-        # Elsewhere than in a `finally`, it may be a mark that is taken back.
+        # Outside of a `finally`, the key may be a mark that is removed, and no lock.
         is_lock = drop.is_lockish or self._is_final(drop.node)
         if taken and is_lock and not by_hand and not self._is_compared(drop):
             message = f"the key was acquired in line {taken[0].node.lineno}, and may have ended"
@@ -150,7 +150,7 @@ class Stores:
         return any(isinstance(up, Try) and child in up.finalbody for child, up in pairs)
 
     def _is_compared(self, drop: Operation) -> bool:
-        """Tell whether a function compares a token, or the time that is left, or watches."""
+        """Tell whether the function compares a token or the time left, or watches the key."""
         reads = {each.node for each in self.same(drop, "read")}
         for each in self.source.inside(drop.scope):
             if not isinstance(each, ast.Compare) or isinstance(each.ops[0], ast.Is | ast.IsNot):
@@ -166,16 +166,16 @@ class Stores:
         drops = {each.node for each in self.same(read, "drop")}
         test = self._test(read)
         if test is None or drops & {*self.source.inside(test.body)}:
-            return  # a value that is used; a switch
+            return  # the value is used, or the key is a switch
         ends = isinstance(test.body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
         if not (ends or isinstance(test, ast.While) or later[0] in {*ast.walk(test)}):
-            return  # it is set whatever was read
+            return  # the key is set whatever the read returned
         if read.is_lockish or (drops and isinstance(argument(later[0], "value", 1), ast.Constant)):
             message = f"it is set in line {later[0].lineno}, by a second call"
             yield Found("get-then-set", read.node, message)
 
     def _test(self, read: Operation) -> ast.If | ast.While | None:
-        """Return the test that a read decides by being there or not."""
+        """Return the statement that tests whether the key of a read exists."""
         for each in self.source.inside(read.scope):
             if isinstance(each, ast.If | ast.While) and read.node in self.source.behind(each.test):
                 said = ast.unparse(each.test)
@@ -183,7 +183,7 @@ class Stores:
         return None
 
     def _is_guarded(self, read: Operation) -> bool:
-        """Tell whether another lock is held, as far as one can see."""
+        """Tell whether the source shows that another lock is held during a read."""
         items = [i for e in self.source.above(read.node) for i in getattr(e, "items", ())]
         held = any(self.source.is_lockish(item.context_expr) for item in items)
         return held or bool(self.source.called(read.scope) & WITHIN)

@@ -1,4 +1,4 @@
-"""Locks and messages beside transactions; locks of sessions behind a pooler."""
+"""Finds row locks and messages outside of their transactions, and session locks behind a pooler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _METHODS = {"get", "post", "put", "patch", "delete", "create", "update", "destro
 _SESSION_LOCK = re.compile(r"\bpg_(try_)?advisory_lock(_shared)?\s*\(", re.IGNORECASE)
 _POOLER = re.compile(
     r"pgbouncer|pgpool|pgcat|odyssey|supavisor|pooler|\b6432\b"
-    r"|'DISABLE_SERVER_SIDE_CURSORS': True",  # what Django wants behind one
+    r"|'DISABLE_SERVER_SIDE_CURSORS': True",  # Django needs it behind a pooler
     re.IGNORECASE,
 )
 
@@ -33,7 +33,7 @@ _SETTING = re.compile(r"DATABASES(\['\w+'\].*)? = ")
 
 
 def is_view(source: Source, function: Function) -> bool:
-    """Tell whether a request calls a function, and nobody else."""
+    """Tell whether a function is a view, which only requests call."""
     arguments = [each.arg for each in function.args.args[:2]]
     if source.owner(function):
         return function.name in _METHODS and arguments == ["self", "request"]
@@ -49,7 +49,7 @@ class Transactions:
         self._locked = {n for each in self._regions for n in source.inside(each.block.body)}
 
     def findings(self) -> Iterator[Found]:
-        """Give what is wrong."""
+        """Yield what is wrong."""
         for call in self.source.calls:
             name = getattr(call.func, "attr", "")
             block = atomic(self.source, call) if name in _SENDS else None
@@ -72,7 +72,7 @@ class Transactions:
         return Found("session-lock-behind-pooler", call, message, alias)
 
     def _alias(self, call: ast.Call) -> str:
-        """Return the alias that a function names; the default one."""
+        """Return the database alias that a function names, or the default one."""
         for each in self.source.inside(self.source.scope(call)):
             match each:
                 case ast.Subscript(slice=ast.Constant(value=str() as alias)):
@@ -102,7 +102,7 @@ class Transactions:
                 yield Found(_ROWS, call, message)
 
     def _is_run(self, call: ast.Call) -> bool:
-        """Tell whether a query is run where it is made."""
+        """Tell whether a query runs in the statement that makes it."""
         child: ast.AST = call
         for each in self.source.above(call):
             if isinstance(each, ast.For | ast.AsyncFor):
@@ -117,14 +117,14 @@ class Transactions:
         return False
 
     def _is_entry(self, function: Function) -> bool:
-        """Tell whether Django, Celery or a command calls a function, and nobody else."""
+        """Tell whether only Django, a task queue or a command calls a function."""
         if self._decorators(function) & _TASKS:
             return True
         is_command = function.name == "handle" and self.source.owner(function)
         return bool(is_command) or is_view(self.source, function)
 
     def _is_too_early(self, function: Function, call: ast.Call) -> bool:
-        """Tell whether a function begins its transaction when the rows have been read."""
+        """Tell whether a function opens a transaction only after it has read the rows."""
         return any(
             isinstance(each, ast.With | ast.AsyncWith)
             and each.lineno > call.lineno
@@ -133,7 +133,7 @@ class Transactions:
         )
 
     def _saved_behind(self, block: ast.stmt, call: ast.Call) -> Iterator[int]:
-        """Give the first line after a block in which a row that it had locked is saved."""
+        """Yield the first line after a block that saves a row which the block had locked."""
         lines = []
         for each in self.source.calls:
             match each.func:
@@ -145,7 +145,7 @@ class Transactions:
 
 
 def conditions(source: Source) -> Iterator[str]:
-    """Give what settings say: requests are transactions; aliases stand behind a pooler."""
+    """Yield REQUEST if settings make requests transactions, and their aliases behind a pooler."""
     for node in source.nodes:
         if isinstance(node, ast.Assign) and _SETTING.match(text := ast.unparse(node)):
             if re.search(r"'ATOMIC_REQUESTS'(: |\] = )(?!False)", text):
