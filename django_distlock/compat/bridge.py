@@ -1,7 +1,7 @@
 """Backends whose leases hold an old lock as well, so that old and new code exclude each other.
 
 For a deployment in which both run. The old lock is acquired first and released last. It lives a
-second longer than the lease, is renewed with it, and its loss is that of the lease.
+second longer than the lease and is renewed with it. If the old lock is lost, so is the lease.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ except ImportError:  # The extra is not installed.
 
 
 class _Bridged(BaseLockBackend):
-    """What is before a backend's class among the bases.
+    """A mixin that adds the old lock; it precedes a backend's class among the bases.
 
     Args:
-        bridge: What old code locks: one of `compat.old`.
+        bridge: The old lock, of a class in `compat.old`.
     """
 
     supports_sharing: ClassVar[bool] = False
@@ -51,7 +51,7 @@ class _Bridged(BaseLockBackend):
 
     @property
     def is_listening(self) -> bool:
-        """Nobody tells when old code gives its lock back: waiters poll."""
+        """Always False: old code sends no wake-up when it releases its lock, so waiters poll."""
         return False
 
     def listen(self, bound: float = 0.0) -> bool:
@@ -63,13 +63,13 @@ class _Bridged(BaseLockBackend):
             return self._take_over(attempt)
         key, owner, old = attempt.key, _owner(attempt.token), self._old(attempt.key)
         if not old.acquire(key, owner, _lifetime(attempt.ttl)):
-            # A lease that has it says whose it is. Of old code that is not known.
+            # If a lease has the old lock, its record names the holder. Old code names none.
             record, now = self._read(attempt.name), self._time()
             return Contended(observed_at=now) if record is None else record.contended(now)
         try:
             answer = super()._acquire(attempt)
         except LockError:
-            # If it was granted nevertheless, nobody works under that lease.
+            # If the lease was granted nevertheless, no work runs under it.
             old.release(key, owner)
             raise
         if not isinstance(answer, Grant):
@@ -77,13 +77,13 @@ class _Bridged(BaseLockBackend):
         return answer
 
     def _take_over(self, attempt: Attempt) -> Grant | Contended:
-        """Replace a lease. Its old lock changes hands after it, and is never free meanwhile."""
+        """Replace a lease. Then its old lock changes hands, without being free in between."""
         key, owners = attempt.key, [_owner(each) for each in (attempt.token, attempt.replace or "")]
         take = partial(self._old(key).acquire, key, owners[0], _lifetime(attempt.ttl), owners[1])
         try:
             answer = super()._acquire(attempt)
         except LockError:
-            # It may have been granted: who asks again, or gives it back, does so by the new token.
+            # The lease may have been granted: a retry or a release then uses the new token.
             take()
             raise
         if isinstance(answer, Grant) and not take():
@@ -108,7 +108,7 @@ class _Bridged(BaseLockBackend):
     ) -> bool | Unknown:
         answer = super()._release(name, grant, held, bound=bound)
         if answer is True and held is not None:
-            # The key is kept, and old code has to wait for its end as well.
+            # The key stays held for a while, and old code has to wait as long.
             until = grant.acquired_at + timedelta(seconds=held)
             left = (until - self._time()).total_seconds()
             if left > 0 and self._old(grant.key).extend(grant.key, _owner(grant.token), left):
@@ -128,19 +128,19 @@ class _Bridged(BaseLockBackend):
     def _both(
         self, grant: Grant, ttl: float | None, answer: Grant | Unknown | None
     ) -> Grant | Unknown | None:
-        """Return an answer about a lease, or that it is lost because its old lock is."""
+        """Return an answer about a lease, or None (lost) if its old lock is lost."""
         if not isinstance(answer, Grant):
             return answer
         kept = self._old(grant.key).extend(grant.key, _owner(grant.token), _lifetime(ttl))
         return answer if kept else None
 
     def _old(self, key: str) -> OldLock[Any]:
-        """Return what old code locks: of a key of this package's own, it knows nothing."""
+        """Return the old lock of a key. Old code does not know the package's own keys."""
         return _UNKNOWN if key.startswith(OWN_MARKER) else self._bridge
 
 
 class _NoLock(OldLock[str]):
-    """What nobody else locks: everybody gets it."""
+    """The lock of a key that old code does not know: each acquire succeeds."""
 
     def acquire(
         self, key: str, owner: str, seconds: float | None, instead_of: str | None = None
@@ -158,25 +158,25 @@ _UNKNOWN: Final = _NoLock("{key}")
 
 
 def _owner(token: str) -> str:
-    """Return what tells a lease from others: whoever reads it there learns no token."""
+    """Return a text that identifies a lease, and does not reveal its token to readers."""
     return hashlib.sha256(token.encode()).hexdigest()[:32]
 
 
 def _lifetime(ttl: float | None) -> float | None:
-    """Return how long an old lock lives: never shorter than the key is kept from others."""
+    """Return the seconds of an old lock: never fewer than the key is kept from others."""
     return None if ttl is None else ttl + GRACE
 
 
 class DatabaseBackend(_Bridged, database.DatabaseBackend):
-    """The backend in a database, with a bridge."""
+    """The database backend with a bridge."""
 
     def __init__(self, config: BackendConfig, **options: Any):
         super().__init__(config, **options)
-        # Its base sets them.
+        # The base class sets them.
         self.supports_transactions = self.acquires_together = False
 
 
 if redis is not None:
 
     class RedisBackend(_Bridged, redis.RedisBackend):  # type: ignore[misc]  # It answers less.
-        """The backend in Redis, with a bridge."""
+        """The Redis backend with a bridge."""

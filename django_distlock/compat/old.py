@@ -1,6 +1,6 @@
 """Locks of other packages, for the `bridge` of a backend: see `compat.bridge`.
 
-Settings make them, so that this imports no models.
+Settings make these locks, so this module imports no models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ N = TypeVar("N")
 #: Seconds that a server may take to answer.
 _BOUND = 1.0
 
-#: An acquire that is asked again finds its own lock.
+#: A retried acquire succeeds on its own lock.
 _ACQUIRE = """
 local held = redis.call('GET', KEYS[1])
 if held and held ~= ARGV[1] and held ~= ARGV[3] then return 0 end
@@ -47,17 +47,17 @@ return redis.call('DEL', KEYS[1])
 
 
 class OldLock(Generic[N]):
-    """What old code locks for a key.
+    """The lock that old code acquires for a key.
 
-    Each operation is one attempt, and raises `BackendUnavailable` where it cannot be asked. `owner`
-    is a text that tells one lease from another: an owner may acquire again.
+    Each operation is one attempt, and raises `BackendUnavailable` if the store is unavailable. The
+    text `owner` identifies a lease: an owner may acquire again.
 
     Args:
-        name: What the old code calls it: a text in which `{key}` stands for the key, or a function
-            of the key.
+        name: The lock's name in the old code: a text in which the key replaces `{key}`, or a
+            function of the key.
 
     Raises:
-        InvalidArgument: `name` is none of these.
+        InvalidArgument: `name` is neither.
     """
 
     def __init__(self, name: str | Callable[[str], N]):
@@ -68,26 +68,26 @@ class OldLock(Generic[N]):
         self._name = name
 
     def named(self, key: str) -> Any:
-        """Return what the old code calls the lock of a key."""
+        """Return the name of a key's lock in the old code."""
         # No template: a key may have braces.
         return self._name(key) if callable(self._name) else self._name.replace("{key}", key)
 
     def acquire(
         self, key: str, owner: str, seconds: float | None, instead_of: str | None = None
     ) -> bool:
-        """Take it for some time, if nobody else has it; None: until it is released.
+        """Acquire the lock for some seconds, if no other owner holds it; None: until released.
 
         Args:
-            instead_of: An owner who gives it up: it is taken from them in the same step.
+            instead_of: An owner that gives up the lock: the lock changes hands in one step.
         """
         raise NotImplementedError
 
     def extend(self, key: str, owner: str, seconds: float | None) -> bool:
-        """Keep it for so long from now on; False: it is somebody else's, or nobody's."""
+        """Renew the lock for these seconds from now; False: this owner does not hold it."""
         raise NotImplementedError
 
     def release(self, key: str, owner: str) -> None:
-        """Give it back, if it is still there."""
+        """Release the lock, if this owner still holds it."""
         raise NotImplementedError
 
 
@@ -122,7 +122,7 @@ class OldRedisLock(OldLock[str]):
         import redis
 
         if self._client is None:
-            # Two threads at once make two clients, and one of them is dropped unused.
+            # Two threads at the same time make two clients, and one is dropped unused.
             self._client = redis.Redis.from_url(
                 self._url, socket_timeout=_BOUND, socket_connect_timeout=_BOUND
             )
@@ -134,14 +134,14 @@ class OldRedisLock(OldLock[str]):
 
 
 class OldCacheAdd(OldLock[str]):
-    """A lock by `cache.add()`, which old code ends by `cache.delete()`.
+    """A lock made by `cache.add()`, which old code releases by `cache.delete()`.
 
-    That delete looks at no owner. If it ends a lock of ours, the next renewal loses the lease.
+    That delete checks no owner. If it removes a lock of ours, the next renewal loses the lease.
 
     Args:
         name: See `OldLock`; the key in the cache, without prefix and version.
-        cache: The alias of a cache that all processes share. One in a database takes part in
-            transactions: with it, acquire outside of `atomic()`.
+        cache: The alias of a cache that all processes share. A cache in a database takes part in
+            transactions: acquire outside of `atomic()` then.
     """
 
     def __init__(self, name: str | Callable[[str], str], cache: str = "default"):
@@ -182,16 +182,15 @@ class OldCacheAdd(OldLock[str]):
         try:
             return question(caches[self._cache])
         except Exception as error:
-            # Each cache has errors of its own.
+            # Each kind of cache raises errors of its own.
             raise _unavailable(key, f"the cache {self._cache!r}", error) from error
 
 
 class OldAdvisoryLock(OldLock[Any]):
-    """A session's advisory lock of PostgreSQL: of django-pglock, django-pglocks, or by hand.
+    """An advisory lock of a PostgreSQL session: of django-pglock, django-pglocks, or by hand.
 
-    Each is held by a connection of its own, to the server itself and not to a pooler. It lasts
-    until it is released, or until this process ends: another process that calls `Lease.load()` gets
-    `LockLost`.
+    Each lock has its own connection, to the server itself and not to a pooler. The lock lasts until
+    it is released or this process ends: another process that calls `Lease.load()` gets `LockLost`.
 
     Args:
         number: A function of the key that returns the number that the old code locks, or two of
@@ -223,10 +222,10 @@ class OldAdvisoryLock(OldLock[Any]):
         number = self.named(key)
         numbers = number if isinstance(number, tuple) else (number,)
         template = connections[self._using]
-        # Not from a pool of the project's, which would keep the session, and the lock with it.
+        # Not from the project's pool, which would keep the session and its lock.
         wrapper = own_connection(template)
         bound_opening(wrapper, template.settings_dict["OPTIONS"])
-        # Another thread renews.
+        # Another thread renews on this connection.
         wrapper.inc_thread_sharing()
         try:
             places = ", ".join(["%s"] * len(numbers))
@@ -246,7 +245,7 @@ class OldAdvisoryLock(OldLock[Any]):
         return True
 
     def extend(self, key: str, owner: str, seconds: float | None) -> bool:
-        """See `OldLock`. The session has it for as long as it lives."""
+        """See `OldLock`. The lock is held as long as its session lives."""
         with self._turn:
             if (session := self._held.get(owner)) is None:
                 return False
@@ -269,13 +268,13 @@ class OldAdvisoryLock(OldLock[Any]):
                     session.wrapper.close()
 
     def close_all(self) -> None:
-        """Give back all."""
+        """Release all locks."""
         with self._turn:
             for owner in list(self._held):
                 self.release("", owner)
 
     def _end_overdue(self) -> None:
-        """Give back what is kept after its lease, or was lost, and nobody has released."""
+        """Release the locks whose lease has expired or was lost without a release."""
         with self._turn:
             now = monotonic()
             for owner, session in list(self._held.items()):
@@ -283,7 +282,7 @@ class OldAdvisoryLock(OldLock[Any]):
                     self.release("", owner)
 
     def _begin(self) -> None:
-        """Hold nothing. What a fork copied is kept, so that nobody speaks on the parent's line."""
+        """Start without locks. Keep the copies of a fork: closing them would disturb the parent."""
         self._of_parent = getattr(self, "_held", None)
         self._held: dict[str, _Session] = {}
         self._turn = threading.RLock()
@@ -299,9 +298,9 @@ class _Session:
 
 
 class _Timer(TimerThread[_Session]):
-    """Ends what is overdue, also where this process asks for no other lock."""
+    """Releases overdue locks, even if this process acquires no other lock."""
 
-    #: The clock of a wait may stand while the machine sleeps.
+    #: The clock of a wait may stop while the machine sleeps.
     longest_wait = 1.0
 
     def __init__(self, end_overdue: Callable[[], None]):

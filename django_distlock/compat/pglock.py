@@ -1,8 +1,8 @@
 """`advisory` of django-pglock, and `advisory_lock` of django-pglocks and django-pgware.
 
-For call sites that change one import. They hold leases, in the store of the lock backend. What
-differs: a lease that is lost raises `LockLost` at the end of its block; inside of `atomic()` the
-key is free when the transaction has ended, and not before; the number 5 and "5" are one key.
+Call sites change only their import. They then hold leases in the store of the lock backend. What
+differs: a lost lease raises `LockLost` at the end of its block; inside of `atomic()`, the key is
+free only after the transaction; the number 5 and "5" are one key.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ T = TypeVar("T")
 
 
 class Return:
-    """Gives the block of `advisory` a bool: whether it was acquired."""
+    """The side effect that gives the block a bool: whether the lock was acquired."""
 
 
 class Raise:
-    """Raises `NotAcquired` where it was not."""
+    """The side effect that raises `NotAcquired` if the lock was not acquired."""
 
 
 class Skip:
-    """Does not call the decorated function where it was not acquired."""
+    """The side effect that calls the decorated function only if the lock was acquired."""
 
 
 class NotAcquired(LockNotAcquired, OperationalError):
-    """An advisory lock was not acquired; also caught where django-pglock's error is."""
+    """An advisory lock was not acquired. Code that catches django-pglock's error catches it."""
 
 
 class _Entered(threading.local):
-    """What this thread has entered, the innermost last."""
+    """The contexts that this thread has entered, the innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -61,10 +61,10 @@ class advisory:  # noqa: N801 - its name in django-pglock
     """A lock with the signature of django-pglock's, as context manager, decorator or by calls.
 
     Args:
-        lock_id: A text or a number; for a decorator, None: the module and name of its function.
-        shared: Whether others who say so, too, may hold it at the same time.
-        xact: Whether it lasts until the end of the transaction: `transaction_lock()`.
-        using: The database of the transaction. Without `xact`, that of the lock backend holds.
+        lock_id: A text or a number. None, for a decorator: the module and name of its function.
+        shared: Whether other shared holders may hold the lock at the same time.
+        xact: Whether the lock lasts until the transaction ends: `transaction_lock()`.
+        using: The database of the transaction. Without `xact`, the lock backend names the database.
         timeout: Seconds (or a `timedelta`) to wait; 0: one attempt; None or left out: for ever,
             whatever `lock_timeout` the server has.
         side_effect: `Return` (for blocks), `Raise` or `Skip` (for functions).
@@ -101,7 +101,7 @@ class advisory:  # noqa: N801 - its name in django-pglock
             _require_default(using, shown(lock_id))
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T | None]:
-        """Hold it around each call of a function."""
+        """Hold the lock during each call of a function."""
         function = whole(function)
         if inspect.iscoroutinefunction(function):
             raise LockUsageError("advisory() cannot decorate a coroutine function. Use distlock().")
@@ -109,7 +109,7 @@ class advisory:  # noqa: N801 - its name in django-pglock
 
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            # One for each call: threads must not share what is entered.
+            # A copy for each call: threads must not share entered contexts.
             call = copy(self)
             call.lock_id, call._is_decorator, call._entered = lock_id, True, _Entered()
             with call as acquired:
@@ -118,12 +118,12 @@ class advisory:  # noqa: N801 - its name in django-pglock
         return wrapper
 
     def acquire(self) -> bool:
-        """Take it, and say whether it was acquired.
+        """Acquire the lock, and return whether that succeeded.
 
-        It is renewed until `release()`, which the same thread has to call.
+        The lock is renewed until `release()`, which the same thread has to call.
 
         Raises:
-            NotAcquired: It was not, with the side effect `Raise`.
+            NotAcquired: The lock was not acquired, and the side effect is `Raise`.
             RuntimeError: `xact` outside of a transaction.
             ValueError: There is no id, or the side effect does not fit.
             TypeError: The id is neither a text nor a number.
@@ -136,7 +136,7 @@ class advisory:  # noqa: N801 - its name in django-pglock
         return self._acquired(enter)
 
     def _acquired(self, enter: Callable[[Lock], object]) -> bool:
-        """Take it by entering a lock, or for a transaction; see `acquire`."""
+        """Acquire by `enter`, or for the transaction with `xact`; see `acquire`."""
         if not self.lock_id:
             raise ValueError("Must supply a lock ID as the first argument.")
         effect: Any = self.side_effect or (Raise if self._is_decorator else Return)
@@ -167,12 +167,12 @@ class advisory:  # noqa: N801 - its name in django-pglock
         return True
 
     def release(self) -> None:
-        """Give it back.
+        """Release the lock.
 
         Raises:
-            RuntimeError: With `xact`, the end of the transaction does.
-            LockUsageError: It was not acquired here.
-            LockLost: It had ended.
+            RuntimeError: With `xact`, only the end of the transaction releases the lock.
+            LockUsageError: This thread did not acquire the lock.
+            LockLost: The lease had ended before.
         """
         if self.xact:
             raise RuntimeError("Advisory locks with xact=True cannot be manually released.")
@@ -210,14 +210,14 @@ def advisory_lock(
     comment: bool | None = None,
     backend: str = "default",
 ) -> Iterator[bool]:
-    """Hold a lock with the signature of django-pglocks and django-pgware, and give a bool.
+    """Hold a lock with the signature of django-pglocks and django-pgware, and yield a bool.
 
     Args:
-        lock_id: A text, a number, or two.
+        lock_id: A text, a number, or two integers.
         shared: See `advisory`.
-        wait: Whether to wait, for ever; or else to try once.
-        using: The default database, or None: that of the lock backend holds.
-        comment: Not True: there is no statement to put one in.
+        wait: True: wait for ever. False: try once.
+        using: The default database, or None: the lock backend names the database.
+        comment: Not True: a lease has no statement for a comment.
         backend: An alias in `DISTLOCK`.
     """
     with _of_pglocks(lock_id, shared, wait, using, comment, backend) as lease:
@@ -235,7 +235,7 @@ async def async_advisory_lock(
 
 
 def prioritize(*_: object, **__: object) -> NoReturn:
-    """Raise: a lease is not taken from a holder that works."""
+    """Raise `LockUsageError`: a lease is not taken from a holder that works."""
     raise LockUsageError(
         "prioritize() ends blocking sessions, and a lease has no session. To free a key, use the"
         " command distlock_release, which moves the fence first. steal_if_dead=True takes over"
@@ -244,7 +244,7 @@ def prioritize(*_: object, **__: object) -> NoReturn:
 
 
 def model(*_: object, **__: object) -> NoReturn:
-    """Raise: tables are not locked here."""
+    """Raise `LockUsageError`: leases lock keys, not tables."""
     raise LockUsageError(
         "model() locks tables, and leases lock keys. Keep pglock.model, or agree on a key and use"
         " transaction_lock()."
@@ -271,7 +271,7 @@ def _lock(
     backend: str,
     on_conflict: Literal["raise", "yield"] = "raise",
 ) -> Lock:
-    # A session may take an advisory lock that it holds once more.
+    # Reentrant, as a session may acquire an advisory lock that it already holds.
     return distlock(
         key, shared=shared, wait=wait, backend=backend, reentrant=True, on_conflict=on_conflict
     )

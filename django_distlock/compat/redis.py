@@ -1,8 +1,8 @@
-"""The `Lock` of redis-py and `cache.lock()` of django-redis, on the locks of this package.
+"""The `Lock` of redis-py and `cache.lock()` of django-redis, built on the locks of this package.
 
-For call sites that change one import. As there, a lock ends with its timeout, and a later release
-raises `LockNotOwnedError`; `with distlock(…)` is renewed instead. What cannot be kept raises
-`LockUsageError`. An outage raises `BackendUnavailable`, and not an error of redis-py.
+Call sites change only their import. As in redis-py, a lock expires after its timeout, and a later
+release raises `LockNotOwnedError`; `with distlock(…)` is renewed instead. What is not supported
+raises `LockUsageError`. An outage raises `BackendUnavailable`, not an error of redis-py.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Lock:
     """A lock with the signature of redis-py's.
 
     Args:
-        redis: Is not asked: the locks are where `backend` has them. May be None.
+        redis: Not used, and may be None: `backend` keeps the locks.
         name: The key.
-        timeout: Seconds until it ends by itself, from 0.1 to `MAX_TTL`; None: it does not.
-        sleep: Seconds between attempts, where no wake-up comes sooner.
+        timeout: Seconds until the lock expires, from 0.1 to `MAX_TTL`; None: it does not.
+        sleep: Seconds between attempts, unless a wake-up comes sooner.
         blocking: Whether `acquire` waits.
-        blocking_timeout: Seconds that it waits at most; None: for ever.
-        thread_local: Whether the thread alone that has acquired it may release it.
-        raise_on_release_error: Whether a block raises whose lock has ended before.
+        blocking_timeout: Seconds that `acquire` waits at most; None: for ever.
+        thread_local: Whether only the thread that acquired the lock may release it.
+        raise_on_release_error: Whether a block raises if its lock ended before the block did.
         backend: An alias in `DISTLOCK`.
     """
 
@@ -58,7 +58,7 @@ class Lock:
         self.thread_local, self.raise_on_release_error = thread_local, raise_on_release_error
         self.backend = backend
         self.local: Any = threading.local() if thread_local else SimpleNamespace()
-        # Bad arguments are told here, and not where it is taken.
+        # Bad arguments raise here, and not at the acquire.
         self._lock(blocking_timeout, sleep)
 
     def acquire(
@@ -68,10 +68,10 @@ class Lock:
         blocking_timeout: float | None = None,
         token: object = None,
     ) -> bool:
-        """Wait for the lock, and say whether it was acquired.
+        """Acquire the lock, and return whether that succeeded.
 
         Raises:
-            LockUsageError: A token was given: fences and hand-overs rest on those made here.
+            LockUsageError: A token was given. Fences and hand-overs rely on tokens made here.
         """
         if token is not None:
             raise LockUsageError(
@@ -89,11 +89,11 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Give it back: inside of `atomic()`, when the transaction has ended.
+        """Release the lock; inside of `atomic()`, when the transaction has ended.
 
         Raises:
-            redis.exceptions.LockError: It was not acquired here, or is released.
-            redis.exceptions.LockNotOwnedError: It had ended.
+            redis.exceptions.LockError: The lock was not acquired here, or is already released.
+            redis.exceptions.LockNotOwnedError: The lock had ended before.
         """
         lease = self._owned_lease("release")
         self.local.lease = None
@@ -101,24 +101,24 @@ class Lock:
             raise LockNotOwnedError(f"Cannot release {self.name!r}: it is no longer owned.")
 
     def extend(self, additional_time: float, replace_ttl: bool = False) -> Literal[True]:
-        """Add seconds to what is left, or put them in its place; see `release` for errors."""
+        """Add seconds to the time left, or replace it by them; see `release` for errors."""
         left = 0.0 if replace_ttl else self._owned_lease("extend").remaining()
         return self._extend("extend", left + additional_time)
 
     def reacquire(self) -> Literal[True]:
-        """Give it its whole timeout again; see `release` for errors."""
+        """Renew the lock for its whole timeout; see `release` for errors."""
         return self._extend("reacquire", self.timeout)
 
     def locked(self) -> bool:
-        """Return whether anybody holds it."""
+        """Return whether the lock is held, by any holder."""
         return self._lock(0, self.sleep).locked()
 
     def owned(self) -> bool:
-        """Return whether it is held by this lock, in this thread if it is thread-local."""
+        """Return whether this object holds the lock; if it is thread-local, in this thread."""
         lease: Lease | None = getattr(self.local, "lease", None)
         if lease is None or not lease.held:
             return False
-        # Not every store finds a record by its token.
+        # By the fence, because not every store finds a record by its token.
         record = lock_backends[self.backend].read(self.name)
         return record is not None and record.fence == lease.fence
 
@@ -133,7 +133,7 @@ class Lock:
         except LockError as error:
             if self.raise_on_release_error and exc_type is None:
                 raise
-            # What the block has raised is never hidden.
+            # An error of the block is never hidden.
             extra = log_fields("lost", key=self.name, error=error)
             logger.warning("A block lost its lock before its end: %s", error, extra=extra)
         except BackendUnavailable as error:
@@ -173,13 +173,13 @@ class Lock:
 
 
 class LockMixin:
-    """Gives a cache of any kind the `lock()` of django-redis, by `Lock`.
+    """A mixin that gives any cache the `lock()` of django-redis, which returns a `Lock`.
 
     class Cache(LockMixin, RedisCache):
         pass
     """
 
-    #: The alias in `DISTLOCK` of its locks.
+    #: The alias in `DISTLOCK` of the backend that keeps the locks.
     lock_backend = "default"
 
     def lock(
@@ -196,7 +196,7 @@ class LockMixin:
         """Return a lock on a key of this cache, with its prefix and version.
 
         Raises:
-            LockUsageError: A client was given: the locks are not on it.
+            LockUsageError: A client was given, but the lock backend keeps the locks.
         """
         if client is not None:
             raise LockUsageError(
