@@ -1,4 +1,4 @@
-"""System checks, by what they look at. What their numbers say: docs/reference/checks.md."""
+"""System checks, one module for each subject. docs/reference/checks.md explains their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distlock.E3xx` and `W3xx`: what session locks need of the server and of the way to it."""
+"""`distlock.E3xx` and `W3xx`: what session locks need of the server and of the connection to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_session_alias(backend: AdvisoryBackend) -> Iterator[checks.CheckMessag
 
 @check_each(ADVISORY, deploy=True)
 def check_session_servers(backend: AdvisoryBackend) -> Iterator[checks.CheckMessage]:
-    """E301, W302 and W303: ask the servers, which `check --deploy` alone does."""
+    """E301, W302 and W303: query the servers, which only `check --deploy` does."""
     try:
         most = backend.most_sessions()
     except LockUsageError as error:

@@ -1,4 +1,4 @@
-"""What the checks look at, and what their messages are about: the configured backends."""
+"""The configured backends, as what checks look at and what their messages are about."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ B = TypeVar("B")
 Check = Callable[..., list[checks.CheckMessage]]
 
 DOCS = f"See {page('reference/checks')}."
-#: Backends are known by their path where the driver need not be installed.
+#: These backends are known by path, because their drivers may not be installed.
 ADVISORY = "django_distlock.backends.advisory.AdvisoryBackend"
 REDIS = "django_distlock.backends.redis.RedisBackend"
 
@@ -40,7 +40,7 @@ class Subject:
 def check_each(
     kind: type[B] | str, *, deploy: bool = False
 ) -> Callable[[Callable[[B], Iterable[checks.CheckMessage]]], Check]:
-    """Register a check of every backend of a kind: of a class, or of one that a path leads to."""
+    """Register a check of each backend of a kind: a class, or the import path of one."""
 
     def registered(check: Callable[[B], Iterable[checks.CheckMessage]]) -> Check:
         def check_all(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
@@ -50,7 +50,7 @@ def check_each(
                 for message in about([backend.alias], check(backend))  # type: ignore[attr-defined]
             ]
 
-        # No `__wrapped__`: Django would look for keyword arguments there.
+        # No `functools.wraps`: Django would look for keyword arguments in its `__wrapped__`.
         check_all.__name__, check_all.__module__ = check.__name__, check.__module__
         check_all.__doc__ = check.__doc__
         return checks.register("distlock", deploy=deploy)(check_all)
@@ -61,7 +61,7 @@ def check_each(
 def about(
     aliases: Iterable[str], messages: Iterable[checks.CheckMessage]
 ) -> Iterator[checks.CheckMessage]:
-    """Give messages with the backends that they are about."""
+    """Yield messages with the backends that they are about as their `obj`."""
     subject = Subject(tuple(aliases))
     for message in messages:
         message.obj = subject
@@ -69,7 +69,7 @@ def about(
 
 
 def configured(kind: type[B] | str) -> Iterator[B]:
-    """Yield the backends of a kind, without those that cannot be made: see `distlock.E001`."""
+    """Yield the backends of a kind. `distlock.E001` reports those that cannot be made."""
     try:
         aliases = conf.aliases()
     except ImproperlyConfigured:
@@ -84,14 +84,14 @@ def configured(kind: type[B] | str) -> Iterator[B]:
 
 
 def is_of(backend: BaseLockBackend, kind: type | str) -> bool:
-    """Whether a backend is of a class, or of the one that an import path leads to."""
+    """Whether a backend is of a class, or of the class with this import path."""
     if isinstance(kind, type):
         return isinstance(backend, kind)
     return any(f"{each.__module__}.{each.__qualname__}" == kind for each in type(backend).__mro__)
 
 
 def is_redis(backend: BaseLockBackend) -> TypeGuard[RedisBackend]:
-    """Whether it is the backend of Redis."""
+    """Whether a backend is the Redis backend."""
     return is_of(backend, REDIS)
 
 

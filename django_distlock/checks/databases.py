@@ -40,26 +40,26 @@ from .schema import APP, creators, functions, indexes, readers, several, unappli
 _MODELS: tuple[type[models.Model], ...] = (
     FailedTask, HeldLock, FenceCounter, LockEvent, Waiter, SeenFence, RunNote, StoredResponse,
 )  # fmt: skip
-#: Those that are written where the routers say, which may be elsewhere.
+#: Models that are written where the routers say, which may be another database.
 _ROUTED = (FailedTask, LockEvent, SeenFence, StoredResponse)
 
 _PRIMARY = f"Set OPTIONS['using'] to an alias of the primary. {DOCS}"
 _DURABLE = f"For the effects of a crash, see {page('howto/production')}."
 
-#: Whether it is a standby, and whether its transactions only read unless they say otherwise.
+#: Whether the server is a standby, and whether its transactions are read-only by default.
 _READ_ONLY = {
     "postgresql": "SELECT pg_is_in_recovery(),"
     " current_setting('default_transaction_read_only')::boolean",
-    # The name of the session's own differs between the two.
+    # The session's variable has another name on MariaDB.
     "mysql": "SELECT @@global.read_only, @@session.{session}",
 }
 
 
 @check_each(FenceTable)
 def check_aliases(backend: FenceTable) -> Iterator[checks.CheckMessage]:
-    """W101 and W115: the locks' database is no mirror, and a SQLite file of their own.
+    """W101 and W115: the locks' database is no mirror; in SQLite, it is a file of its own.
 
-    A warning: around a pooler, what leads to the primary is a mirror in tests as well.
+    A warning: an alias that leads to the primary around a pooler is a mirror in tests as well.
     """
     connection = connections[backend.using]
     if (connection.settings_dict.get("TEST") or {}).get("MIRROR"):
@@ -71,7 +71,7 @@ def check_aliases(backend: FenceTable) -> Iterator[checks.CheckMessage]:
             id="distlock.W115",
         )
     if connection.vendor == "sqlite" and _shares_file(backend.using):
-        # A project that begins has this file, and one line is enough.
+        # A new project starts with one file, and one line is enough.
         yield (
             checks.Info(
                 f"{where(backend)} shares a SQLite file with other models: acquire no lock inside"
@@ -92,7 +92,7 @@ def check_aliases(backend: FenceTable) -> Iterator[checks.CheckMessage]:
 
 @checks.register("distlock")
 def check_tenants(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
-    """E106: django-tenants makes no lock tables for each tenant, which no lock is kept in."""
+    """E106: django-tenants makes no lock tables for each tenant, because no lock would use them."""
     types = getattr(settings, "TENANT_TYPES", {})
     shared = getattr(settings, "PUBLIC_SCHEMA_NAME", "public")
     of_tenants = [getattr(settings, "TENANT_APPS", ())] + [
@@ -113,7 +113,7 @@ def check_tenants(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
                 obj=Subject((backend.alias,)),
                 id="distlock.E106",
             )
-            return [told]  # It is one mistake, however many backends there are.
+            return [told]  # One mistake, whatever the number of backends.
     return []
 
 
@@ -121,10 +121,10 @@ def check_tenants(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
 def check_databases(
     app_configs: Any, databases: Sequence[str] | None, **_: Any
 ) -> list[checks.CheckMessage]:
-    """E103, E105 and W102 to W114, but for W110: look into the databases that are named.
+    """E103, E105 and W102 to W114 except W110: query the named databases.
 
-    One check, so that a database that is down is waited for once. What `migrate` repairs is a
-    warning, because it runs these checks too and stops at errors.
+    One check, so that it waits only once for a database that is down. What `migrate` repairs is a
+    warning, because `migrate` runs these checks too and stops at errors.
     """
     locks: dict[str, list[str]] = {}
     for backend in configured(FenceTable):
@@ -133,11 +133,11 @@ def check_databases(
     for using in sorted({*(databases or ())}):
         aliases = locks.get(using, [])
         try:
-            # One by one: what was found before the database went away is kept.
+            # One by one, to keep what was found before the database became unavailable.
             for each in about(aliases, _of_locks(using) if aliases else _of_others(using)):
                 found.append(each)  # noqa: PERF402
         except Error as error:
-            # Other databases are not ours to tell of.
+            # Other databases are not ours to report.
             if aliases:
                 said = f"The lock tables in {using!r} cannot be checked: {error}"
                 found += about(aliases, [checks.Warning(said, hint=DOCS, id="distlock.W102")])
@@ -150,7 +150,7 @@ def _of_locks(using: str) -> Iterator[checks.CheckMessage]:
     missing = _missing(using, wanted)
     loader = _loader(using)
     pending = [] if loader is None else list(unapplied(using, loader))
-    # What migrations would make is not missed twice, nor while they are about to make it.
+    # Report no tables that pending migrations explain, or that `migrate` is about to make.
     has_some, is_migrating = len(missing) < len(wanted), _is_migrating()
     if missing and not (pending and (has_some or is_migrating)):
         yield _lacks_tables(using, missing)
@@ -172,7 +172,7 @@ def _of_locks(using: str) -> Iterator[checks.CheckMessage]:
 
 
 def _of_others(using: str) -> Iterator[checks.CheckMessage]:
-    # Not those of which nothing is known: a project without a database has an alias, too.
+    # Not of an unknown vendor: a project without a database has an alias, too.
     if connections[using].vendor in VENDORS:
         loader = _loader(using)
         routed = [each for each in _ROUTED if written_to(each) == using and is_made(each, using)]
@@ -210,24 +210,24 @@ def _lacks_tables(using: str, missing: list[type[models.Model]]) -> checks.Check
 
 
 def _loader(using: str) -> MigrationLoader | None:
-    """Return the migrations of the project, and which of them were applied here."""
+    """Return the migrations of the project, and which were applied here; None: not readable."""
     try:
         return MigrationLoader(connections[using], ignore_no_migrations=True)
     except (BadMigrationError, CircularDependencyError, ImportError, NodeNotFoundError):
-        return None  # Whatever it is, `migrate` tells.
+        return None  # `migrate` reports the error.
     except DatabaseError:
-        return None  # The account that locks may not read what `migrate` has noted.
+        return None  # The account of the locks may have no right to read the applied migrations.
 
 
 def _read_only(using: str) -> Iterator[checks.CheckMessage]:
-    """E105: locks can be taken. No error that `migrate` could repair: it writes as well."""
+    """E105: locks can be acquired. An error, because `migrate` cannot repair it: it writes, too."""
     vendor = connections[using].vendor
     if vendor not in _READ_ONLY:
         return
     mariadb = getattr(connections[using], "mysql_is_mariadb", False)
     session = "tx_read_only" if mariadb else "transaction_read_only"
     ((standby, reads),) = rows_of(using, _READ_ONLY[vendor].format(session=session))
-    # From MariaDB 12 on, it is a word.
+    # From MariaDB 12 on, the value is a word.
     if standby not in (False, 0, "OFF"):
         said = f"The database {using!r} is read-only, like a replica. No lock can be acquired."
         yield checks.Error(said, hint=_PRIMARY, id="distlock.E105")
@@ -237,7 +237,7 @@ def _read_only(using: str) -> Iterator[checks.CheckMessage]:
 
 
 def _forgetful(using: str) -> Iterator[checks.CheckMessage]:
-    """W108: PostgreSQL keeps, over a crash, the grants that it has told.
+    """W108: after a crash, PostgreSQL still has the grants that it has reported.
 
     Its `synchronous_commit` does not matter here: each grant and each extend raises it for itself.
     """
@@ -266,7 +266,7 @@ def _forgetful(using: str) -> Iterator[checks.CheckMessage]:
 
 
 def _forgetful_rows(using: str) -> Iterator[checks.CheckMessage]:
-    """W108: PostgreSQL keeps, over a crash, the fences that rows of the project have seen."""
+    """W108: after a crash, PostgreSQL still has the fences that rows of the project have seen."""
     fenced = fenced_models_in(using)
     if fenced and rows_of(using, "SHOW synchronous_commit") == [("off",)]:
         yield checks.Warning(

@@ -1,4 +1,4 @@
-"""`distlock.W109`: the triggers that `EnforceFence` has made on tables of the project."""
+"""`distlock.W109`: the triggers that `EnforceFence` made on tables of the project."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..fencing.operations import EnforceFence
 from ..fencing.triggers import FenceTrigger
 from .schema import TRIGGER
 
-#: MySQL's number for a trigger that is not there, whoever asks.
+#: MySQL's error for a trigger that does not exist, whatever the rights of the account.
 _NO_TRIGGER = 1360
 
 
 def fence_triggers(using: str, loader: MigrationLoader) -> Iterator[checks.CheckMessage]:
-    """W109: what the migrations that were applied here have installed is still there.
+    """W109: the triggers that applied migrations have installed still exist.
 
-    A warning: fenced writes are refused without the trigger too, only all others are not. And it
-    takes a migration to bring it back.
+    A warning: without the trigger, stale fenced writes are still refused, only other writes are
+    not. And only a migration can create the trigger again.
     """
     connection = connections[using]
     is_there = _LOOKS.get(connection.vendor)
@@ -48,8 +48,8 @@ def fence_triggers(using: str, loader: MigrationLoader) -> Iterator[checks.Check
 
 
 def _installed(using: str, loader: MigrationLoader) -> Iterator[tuple[ModelState, FenceTrigger]]:
-    """Give the triggers of the migrations that were applied, and what they stand on."""
-    # What all the migrations lead to takes its time, and most projects have no such trigger.
+    """Yield the triggers of the applied migrations, each with the model of its table."""
+    # The state after all migrations takes time to build, and most projects have no such trigger.
     if not any(_enforces(each.operations) for each in loader.graph.nodes.values()):
         return
     applied = [node for node in loader.applied_migrations or () if node in loader.graph.nodes]
@@ -80,7 +80,7 @@ def _is_made(using: str, app_label: str, name: str, state: ModelState) -> bool:
 def _table(state: ModelState) -> str:
     if named := state.options.get("db_table"):
         return str(named)
-    # As models do, whatever database they come to.
+    # As models do: by the default database, whatever database they are in.
     longest = connections["default"].ops.max_name_length()
     return str(truncate_name(f"{state.app_label}_{state.name_lower}", longest))
 
@@ -93,7 +93,7 @@ def _on_mysql(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
     quote = connection.ops.quote_name
     schema, dot, _table = quote(table).rpartition("`.`")
     try:
-        # Where an account may not see triggers, their list is empty, and this is refused.
+        # If an account may not see triggers, lists of triggers are empty, but this is refused.
         rows_of(connection.alias, f"SHOW CREATE TRIGGER {schema}{dot[:2]}{quote(name)}")
     except DatabaseError as error:
         return bool(error.args) and error.args[0] != _NO_TRIGGER

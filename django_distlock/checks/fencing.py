@@ -21,7 +21,7 @@ from .routers import written_to
 def check_fence_keys(
     app_configs: Sequence[AppConfig] | None, **_: Any
 ) -> list[checks.CheckMessage]:
-    """E002: the `fence_key` of a model is made of its columns."""
+    """E002: the `fence_key` of a model only uses its columns."""
     found: list[checks.CheckMessage] = []
     for model in _fenced_models(app_configs):
         if model.fence_key is None:
@@ -39,7 +39,7 @@ def check_fence_keys(
 def check_base_managers(
     app_configs: Sequence[AppConfig] | None, **_: Any
 ) -> list[checks.CheckMessage]:
-    """W009: what `fence_required` refuses is not what Django writes for a row that is deleted."""
+    """W009: `fence_required` does not refuse what Django writes when it deletes a related row."""
     return [
         checks.Warning(
             f"{model.__name__} has fence_required, and its base manager is fenced: no row that"
@@ -57,8 +57,8 @@ def check_base_managers(
 
 @check_each(DatabaseBackend)
 def check_fence_floor(backend: DatabaseBackend) -> Iterator[checks.CheckMessage]:
-    """W002: rows outlive what a failover or a restore takes back from the fence counters."""
-    # What is developed has no failover.
+    """W002: FENCE_FLOOR is set, because rows outlive counters lost by a failover or a restore."""
+    # No failover during development.
     if backend.config.fence_floor is None and not settings.DEBUG and _fenced_models(None):
         yield checks.Warning(
             f"{where(backend)} has no FENCE_FLOOR, but there are fenced models. After a failover"
@@ -70,7 +70,7 @@ def check_fence_floor(backend: DatabaseBackend) -> Iterator[checks.CheckMessage]
 
 
 def fenced_models_in(using: str) -> list[type[FencedModel]]:
-    """Return the models whose rows refuse stale fences and are written in a database."""
+    """Return the models whose rows refuse stale fences and are written to a database."""
     return [model for model in _fenced_models(None) if written_to(model) == using]
 
 

@@ -1,4 +1,4 @@
-"""`distlock.E2xx` and `W2xx`: servers that forget, lag behind, or are somebody else's to empty."""
+"""`distlock.E2xx` and `W2xx`: Redis servers that may lose locks, or cannot acquire them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _GUARANTEES = f"For the consequences, see {page('explanation/guarantees')}."
 
 @check_each(REDIS)
 def check_redis_cache(backend: RedisBackend) -> Iterator[checks.CheckMessage]:
-    """W201: nobody empties the locks together with a cache."""
-    # A factory may connect, which only deployment checks do.
+    """W201: clearing a cache does not remove the locks."""
+    # A factory may connect, which only deployment checks may do.
     if "client_factory" in backend.config.options:
         return
-    from ..backends.redis.clients import database_of  # Where there is none, redis may lack.
+    from ..backends.redis.clients import database_of  # The driver may not be installed.
 
     ours = database_of(backend.store.client)
     same = [
         alias
         for alias in settings.CACHES
-        # A cache for the locks alone is what the first one is there for.
+        # The backend's own cache is for locks alone, unless it is the default one.
         if (alias != backend.cache or alias == "default")
         and ours is not None
         and ours == _database_of_cache(alias)
@@ -48,7 +48,7 @@ def check_redis_cache(backend: RedisBackend) -> Iterator[checks.CheckMessage]:
 
 @check_each(REDIS, deploy=True)
 def check_redis_servers(backend: RedisBackend) -> Iterator[checks.CheckMessage]:
-    """E201 and W202 to W205: ask the servers, which `check --deploy` alone does."""
+    """E201 and W202 to W205: query the servers, which only `check --deploy` does."""
     try:
         answers = backend.store.of_each_server("INFO", "everything")
     except LockError as error:
@@ -61,7 +61,7 @@ def check_redis_servers(backend: RedisBackend) -> Iterator[checks.CheckMessage]:
 
 
 def _database_of_cache(alias: str) -> tuple[Any, ...] | None:
-    """Return where a cache keeps its entries; None: not on one Redis server."""
+    """Return the Redis database of a cache's entries; None: they are not on one Redis server."""
     from ..backends.redis.clients import database_of, from_cache
 
     try:
@@ -105,12 +105,12 @@ def _findings(
 
 
 def _saves(backend: RedisBackend) -> bool:
-    """Whether the servers save now and then; True where they may not be asked."""
+    """Whether the servers save snapshots; True if they cannot be queried."""
     try:
         answers = backend.store.of_each_server("CONFIG", "GET", "save")
     except LockError:
         return True
-    # RESP 3 answers a mapping, RESP 2 a list of names and values.
+    # RESP 3 returns a mapping, RESP 2 a list of names and values.
     pairs = [
         each if isinstance(each, dict) else {each[0]: each[1]} for each in answers.values() if each
     ]

@@ -1,4 +1,4 @@
-"""`distlock.W110`: routers that know where the locks are."""
+"""`distlock.W110`: whether the routers lead to the database of the locks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HINT = (
 
 @checks.register("distlock")
 def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
-    """W110: `migrate` may make the tables where the locks are, and the models are looked for there.
+    """W110: routers allow the migrations in the locks' database, and send the models there.
 
-    Several aliases may lead to one database, such as one through a pooler and one around it. Where
-    the locks have several databases, a router can name only one of them.
+    Several aliases may lead to one database, such as one through a pooler and one around it. If
+    the locks are in several databases, a router can name only one of them.
     """
     found: list[checks.CheckMessage] = []
     backends = {each.using: each for each in configured(FenceTable)}
@@ -56,7 +56,7 @@ def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
 
 
 def written_to(model: type[models.Model]) -> str | None:
-    """Return the database of a model of the project; None: its router needs an instance for it."""
+    """Return the database that a model is written to; None: its router needs an instance."""
     try:
         return router.db_for_write(model)
     except Exception:  # noqa: BLE001 - code of the project, such as one that asks for a tenant
@@ -69,9 +69,9 @@ def is_made(model: type[models.Model], using: str) -> bool:
 
 
 def aliases_of(using: str) -> list[str]:
-    """Return the aliases that lead to the database of one of them, as far as settings tell.
+    """Return the aliases that lead to the same database as this one, according to settings.
 
-    Whatever the host: there may be a pooler on the way.
+    Hosts are not compared: there may be a pooler on the way.
     """
     return [alias for alias in connections if _database(alias) == _database(using)]
 

@@ -1,4 +1,4 @@
-"""`distlock.W106`, `W107`, `W111` to `W114`: what a database has besides tables, and for whom."""
+"""`distlock.W106`, `W107`, `W111` to `W114`: what the tables need around them, and its rights."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def unapplied(using: str, loader: MigrationLoader) -> Iterator[checks.CheckMessa
 
 
 def functions(using: str) -> Iterator[checks.CheckMessage]:
-    """W107: PostgreSQL has this release's functions, a secret, and the trigger that keeps fences.
+    """W107: PostgreSQL has this release's functions, a secret, and the trigger that guards fences.
 
-    A warning, because `migrate` makes what is missing, and stops at errors.
+    A warning, because `migrate` creates what is missing, but stops at errors.
     """
     ((schema, is_there),) = rows_of(using, SCHEMA_OF.format(table=FenceCounter._meta.db_table))
     if not is_there:
         return
     wanted = {function_name(each): script(each, schema) for each in _called(using)}
-    # Where nobody may use PL/pgSQL, counters go without it.
+    # If this role may not use PL/pgSQL, counters have no trigger.
     guarded = bool(rows_of(using, _PLPGSQL))
     if guarded:
         wanted[fence_guard_name()] = script("fence_guard", schema)
@@ -81,8 +81,8 @@ def functions(using: str) -> Iterator[checks.CheckMessage]:
 def several(using: str) -> Iterator[checks.CheckMessage]:
     """W112: on PostgreSQL, the search path leads to one table of locks.
 
-    A warning: the first one counts, for all connections that begin with this path. But roles with
-    another one may use the other table.
+    A warning: all connections with this path use the first table. But roles with another path may
+    use another table.
     """
     found = [schema for (schema,) in rows_of(using, _SCHEMAS, FenceCounter._meta.db_table)]
     if len(found) > 1:
@@ -96,10 +96,10 @@ def several(using: str) -> Iterator[checks.CheckMessage]:
 
 
 def creators(using: str) -> Iterator[checks.CheckMessage]:
-    """W113: on PostgreSQL, nobody else may create in the schemas where names are looked up.
+    """W113: on PostgreSQL, no other role may create in the schemas of the search path.
 
     Our functions look nothing up there. But the statements of the ORM do, the project's own as
-    well: a function or an operator that fits them better is called instead, as whoever asks.
+    well: they would call a function or an operator that fits better, with the caller's rights.
     """
     told = [
         f"in {schema}: {', '.join(roles)}"
@@ -117,7 +117,7 @@ def creators(using: str) -> Iterator[checks.CheckMessage]:
 
 
 def readers(using: str) -> Iterator[checks.CheckMessage]:
-    """W114: on PostgreSQL, not everybody may read the secret of numbers and channels."""
+    """W114: on PostgreSQL, PUBLIC may not read the secret of numbers and channels."""
     salt = side_table("salt")
     if rows_of(using, _READERS, salt):
         yield checks.Warning(
@@ -154,7 +154,7 @@ def indexes(using: str, present: list[type[models.Model]]) -> Iterator[checks.Ch
 def _missing(
     model: type[models.Model], found: Mapping[str, Any], connection: BaseDatabaseWrapper
 ) -> Iterator[str]:
-    """Name what a table lacks of what its model declares."""
+    """Yield the names of what the model declares and its table lacks."""
     primary = found.get("PRIMARY")
     checks_too = _shows_checks(connection)
     fields: Iterable[Any] = model._meta.local_concrete_fields
@@ -176,24 +176,24 @@ def _missing(
 
 
 def _shows_checks(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the server has checks, and tells this role what they say."""
+    """Whether the server has check constraints, and shows them to this role."""
     if getattr(connection, "mysql_is_mariadb", False):
-        # It tells no role with rights on tables alone. Texts in JSON have some, too.
+        # MariaDB hides them from a role with rights on tables only. JSON columns have some, too.
         return bool(rows_of(connection.alias, _CHECKS))
-    # MySQL has them since 8.0.16 alone.
+    # MySQL has them only since 8.0.16.
     return bool(connection.features.can_introspect_check_constraints)
 
 
 def _is_alike(
     model: type[models.Model], named: Any, found: Mapping[str, Any], connection: BaseDatabaseWrapper
 ) -> bool:
-    """Whether one of another name is on the same columns: renamed tables keep those they had."""
+    """Whether one of another name is on the same columns: a renamed table keeps its old names."""
     is_check = type(named) is CheckConstraint
     names = [name.partition("__")[0] for name, _ in named.condition.children] if is_check else ()
     fields: list[Any] = [model._meta.get_field(each) for each in names or named.fields]
     columns, kind = [each.column for each in fields], "check" if is_check else "index"
     alike = [each for each in found.values() if each[kind] and each["columns"] == columns]
-    # That a number is not negative is a check that its column has of its own.
+    # A column of non-negative numbers has a check of its own.
     others = [each for each in fields if is_check and each.db_check(connection)]
     return len(alike) > len(others)
 
@@ -209,7 +209,7 @@ def _called(using: str) -> tuple[str, ...]:
 
 
 def _wrong_functions(using: str, schema: str, wanted: dict[str, str]) -> Iterator[str]:
-    """Say which functions are not there, or are another release's."""
+    """Yield which functions are missing, or are of another release."""
     there: dict[str, Any] = {
         name: more for name, *more in rows_of(using, _FUNCTIONS, schema, list(wanted))
     }
@@ -222,7 +222,7 @@ def _wrong_functions(using: str, schema: str, wanted: dict[str, str]) -> Iterato
 
 
 def _lacking_secret(using: str, schema: str) -> Iterator[str]:
-    """Say which of the tables without models is not there; of the secret, what keeps it from us."""
+    """Yield which tables without models are missing, and why the secret cannot be read."""
     names = [side_table(each) for each in SIDE_TABLES]
     there = dict(rows_of(using, _READABLE, schema, names))
     for name in names:
@@ -269,7 +269,7 @@ SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE c.relname = %s AND n.nspname = ANY(current_schemas(false))
 ORDER BY array_position(current_schemas(false), n.nspname)
 """
-# Who owns the tables, a schema or the database changes what runs there anyway.
+# The owners of the tables, a schema or the database can change what runs there anyway.
 _CREATORS = """
 WITH trusted AS (
     SELECT relowner AS role FROM pg_catalog.pg_class
@@ -295,7 +295,7 @@ WHERE name IS NOT NULL GROUP BY nspname ORDER BY nspname
 _PLPGSQL = """
 SELECT true FROM pg_language WHERE lanname = 'plpgsql' AND has_language_privilege(oid, 'USAGE')
 """
-#: Of the name of a trigger, and of the quoted name of its table.
+#: Parameters: the name of a trigger, and the quoted name of its table.
 TRIGGER = """
 SELECT true FROM pg_trigger
 WHERE tgname = %s AND tgrelid = to_regclass(%s) AND tgenabled <> 'D'

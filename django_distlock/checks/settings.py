@@ -1,4 +1,4 @@
-"""`distlock.E001` and `W001` to `W008`: settings, processes, and what the project declares."""
+"""`distlock.E001` and `W001` to `W008`: settings, processes, and the project's declared locks."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ logger = logging.getLogger("django_distlock")
 
 T = TypeVar("T")
 
-#: The part of a ttl after which two renewals fit into what is left of it.
+#: The largest part of a ttl before a renewal that leaves the time for two more.
 _MOST_OF_THE_TTL: Final = 1 / 3
 
-#: Bytes. With more, a counter takes twice the room and above that it takes after "distlock": 258
-#: bytes for 135 on PostgreSQL, where the prefix is in the row and in the index. And it stays.
+#: Bytes. A longer prefix makes a counter more than twice as large as "distlock" does: 258 bytes in
+#: place of 135 on PostgreSQL, where row and index have the prefix. And counters stay.
 _LONG_PREFIX: Final = 64
 
-#: Schedules that say themselves that each node may run them.
+#: Scopes of schedules that each node may run.
 _PER_NODE: Final = {RunScope.PREFER_GLOBAL.value, RunScope.NODE_LOCAL.value}
 
-#: Checked with their tasks, which are not imported yet, and known by their names.
+#: Checked with their tasks, which are not imported yet; their kinds are known by name.
 _CELERY: Final = (Kind.CELERY_LOCK, Kind.CELERY_UNIQUE)
 
 
 @checks.register("distlock")
 def check_settings(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
-    """E001: each alias of `DISTLOCK` makes a backend; the other settings keep their rules."""
+    """E001: each alias of `DISTLOCK` makes a backend, and the other settings are valid."""
     found: list[checks.CheckMessage] = []
     aliases = _read(conf.aliases, found) or []
     for read in (
@@ -67,8 +67,8 @@ def _read(
 
 @checks.register("distlock")
 def check_threads(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
-    """W001: uWSGI runs Python without threads, as releases before 2.0.27 do by themselves."""
-    # What it was started with does not tell: the options are absent where they are the default.
+    """W001: uWSGI runs Python with threads, which is not the default before 2.0.27."""
+    # Its options do not show this: an option that is the default is absent.
     if getattr(sys.modules.get("uwsgi"), "has_threads", True):
         return []
     return [
@@ -83,14 +83,14 @@ def check_threads(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
 
 
 def warn_of_missing_threads() -> None:
-    """Log what `check_threads` finds: commands that run checks do not run inside uWSGI."""
+    """Log what `check_threads` finds, because no command that runs checks runs inside uWSGI."""
     for message in check_threads(None):
         logger.warning("%s %s", message.msg, message.hint, extra=log_fields("misused"))
 
 
 @check_each(BaseLockBackend)
 def check_scopes(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
-    """W003: what must run on one node only has a lock that reaches the others."""
+    """W003: a schedule that must run on one node only has a lock that other nodes see."""
     if backend.distributed:
         return
     for each in dict.fromkeys(declaration for _, declaration in declarations()):
@@ -106,7 +106,7 @@ def check_scopes(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
 
 @check_each(BaseLockBackend)
 def check_heartbeat(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
-    """W004: a renewal that gets no answer leaves the time for another one."""
+    """W004: after a failed renewal, there is time for another one."""
     if (part := backend.config.heartbeat) > _MOST_OF_THE_TTL:
         yield checks.Warning(
             f"{where(backend)} renews a lease after {part:.0%} of its ttl (HEARTBEAT). If one"
@@ -119,9 +119,9 @@ def check_heartbeat(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
 
 @check_each(BaseLockBackend, deploy=True)
 def check_memory(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
-    """W005: no other process sees the locks. Asked by `check --deploy` alone.
+    """W005: other processes see the locks. Only `check --deploy` runs this check.
 
-    Quiet where all that is known to use a backend are schedules that may run on each node.
+    No warning if the only known users of a backend are schedules that may run on each node.
     """
     users = [each for _, each in declarations() if each.lock.backend == backend.alias]
     strict = sorted({each.key for each in users if each.scope not in _PER_NODE})
@@ -139,9 +139,9 @@ def check_memory(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
 
 @check_each(BaseLockBackend)
 def check_prefixes(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
-    """W006: a prefix costs its length for each key that was ever locked.
+    """W006: the prefix is short, because it is stored with each key that was ever locked.
 
-    One that a store cannot take is refused, as `distlock.E001`. What is left is only wasteful.
+    `distlock.E001` reports a prefix that a store cannot take. The others are only wasteful.
     """
     if (size := len(backend.key_prefix.encode())) > _LONG_PREFIX:
         yield checks.Warning(
@@ -155,7 +155,7 @@ def check_prefixes(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
 
 @checks.register("distlock")
 def check_templates(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
-    """W007: a template begins with a text of its own."""
+    """W007: a key template begins with a fixed text."""
     return [
         checks.Warning(
             f"The key template {each.key!r} of {getattr(made, '__qualname__', made)} starts with a"
@@ -174,8 +174,8 @@ def check_templates(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
 
 @checks.register("distlock")
 def check_mixins(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
-    """W008: strangers take no keys."""
-    # Imported by whoever has such a view; it needs an installed `django.contrib.auth`.
+    """W008: a view authenticates its client before it acquires a lock."""
+    # Not imported here: that needs `django.contrib.auth` installed. Views with a mixin import it.
     access = getattr(sys.modules.get("django.contrib.auth.mixins"), "AccessMixin", None)
     if access is None:
         return []
