@@ -1,8 +1,7 @@
-"""One door for operators: who holds what, and what may be done about it.
+"""The interface for operators: which keys are held, and what may be done about them.
 
-Admin, commands and views go through here, so that they agree. What is shown carries keys and
-hashes of tokens, never a token. No operation asks for permission: whoever calls one for a user
-asks `may()` before.
+Admin, commands and views all use it, so that they agree. It shows keys and hashes of tokens, never
+a token. No operation checks a permission: code that acts for a user calls `may()` first.
 """
 
 from ..core.keys import own_key

@@ -29,25 +29,24 @@ from ..core.keys import stored_key
 from ..locks.taking import UNSET
 from ..scheduling import RunScope
 
-#: Errors of the project pass through these files: the package, and what imports.
+#: Files that do not count as the origin of an error: this package, and the import system.
 _PASSED_OVER: Final = ("<", str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredKey(Document):
-    """A key that a decorator, a class or a command declares, in the order of its JSON.
+    """A key that a decorator, a class or a command declares. Its fields are in JSON's order.
 
     Attributes:
-        key: The template; or, where code of the project makes the key, what that is called.
-        is_template: Whether it is one.
+        key: The template; or, if code of the project makes the key, the name of that code.
+        is_template: Whether `key` is a template.
         mode: What the lock does, in the words of `distlock()`.
-        ttl: Seconds, the backend's where none is declared; None: no expiry, or not known.
-        wait: Seconds, the backend's where none is declared; None: for ever, or not known.
-        on_conflict: What is done if somebody else has the key, in the words of the decorator.
-        is_configured: Whether there is such a backend. Where there is none, its `TTL` and `WAIT`
-            are not known.
-        file: As Python knows it, most often an absolute path; "": nobody knows.
-        line: Of the first decorator, or of `def` and `class` themselves; None: nobody knows.
+        ttl: Seconds, the backend's if none is declared; None: no expiry, or not known.
+        wait: Seconds, the backend's if none is declared; None: for ever, or not known.
+        on_conflict: What happens if the key is held, in the words of the decorator.
+        is_configured: Whether the backend exists. If not, its `TTL` and `WAIT` are not known.
+        file: As Python knows it, most often an absolute path; "": not known.
+        line: Of the first decorator, or of `def` and `class` themselves; None: not known.
         name: The dotted name of the function or class.
     """
 
@@ -91,7 +90,7 @@ class DeclaredKey(Document):
         )
 
     def may_make(self, prefix: str) -> bool:
-        """Whether keys that start with a text may come from here."""
+        """Whether this declaration may make keys that start with a text."""
         if not self.is_template:
             return True
         head, is_all = head_of(self.key)
@@ -101,26 +100,26 @@ class DeclaredKey(Document):
 def list_declared(
     *, prefix: str = "", backends: Collection[str] | None = None
 ) -> tuple[list[DeclaredKey], dict[str, str]]:
-    """Return every key that is declared, once what workers import has been imported.
+    """Return every declared key, after importing the modules that workers import.
 
-    Runs code of the project: whatever its modules do when they are imported.
+    This runs code of the project: all that its modules do when they are imported.
 
     Args:
-        prefix: Only what may make keys that start with this. Where code of the project makes the
-            key, that may be any.
+        prefix: Only declarations that may make keys that start with this. Code of the project may
+            make any key.
         backends: Aliases, configured or declared; None: all of them.
 
     Returns:
-        The keys in their order; and errors with what could not be imported, and may declare more.
+        The sorted keys; and errors, each with what could not be imported and may declare more.
 
     Raises:
-        InvalidArgument: `backends` is one text.
+        InvalidArgument: `backends` is a single text.
         InvalidLockBackend: There is no such alias, and nothing is declared on it.
     """
     if isinstance(backends, str):
         raise InvalidArgument(f"backends must be several aliases, not {shown(backends)}.")
     missing = import_all()
-    # What a module has declared that failed to be imported in the end is gone with it.
+    # Declarations of a module whose import failed go away with it.
     gc.collect()
     found = {DeclaredKey.of(made, each) for made, each in declarations()}
     for alias in set(backends or ()).difference(each.backend for each in found):
@@ -135,28 +134,28 @@ def list_declared(
 
 
 def import_all() -> dict[str, str]:
-    """Import the tasks, views and commands that declare; return each error, and what had it."""
+    """Import the tasks, views and commands that declare; return each error, and what raised it."""
     missing: dict[str, str] = {}
 
     def attempt(what: str, step: Callable[[], object]) -> None:
         try:
             step()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the project
-            # Several ways may lead to one module that is broken.
+            # A broken module may be imported in several ways.
             missing.setdefault(_told(error), what)
 
     for app in apps.get_app_configs():
-        # As workers of most queues do it.
+        # Workers of most queues import these modules.
         if app.module is not None and module_has_submodule(app.module, "tasks"):
             attempt(f"{app.name}.tasks", partial(import_module, f"{app.name}.tasks"))
     if root := getattr(settings, "ROOT_URLCONF", None):
         # `include()` imports, too.
         attempt(root, partial(import_module, root))
     for name, app_name in get_commands().items():
-        # Django's own are not locked, and there are many.
+        # Django's own commands declare no locks, and are many.
         if isinstance(app_name, BaseCommand) or not app_name.startswith("django."):
             attempt(f"the command {name}", partial(_declare_command, name, app_name))
-    # By now, whatever the project uses has been imported.
+    # Last, because the imports before may register finders.
     for name, find in list(finders.items()):
         attempt(f"the finder {name!r}", partial(find, attempt))
     return missing
@@ -164,7 +163,7 @@ def import_all() -> dict[str, str]:
 
 def _declare_command(name: str, app: str | BaseCommand) -> None:
     command = app if isinstance(app, BaseCommand) else load_command_class(app, name)
-    # Of `LockedCommand`, which is above this module.
+    # A method of `LockedCommand`, which is in a layer above this module.
     if declare := getattr(command, "declare_lock", None):
         declare()
 
@@ -192,8 +191,8 @@ def _mode(declaration: Declaration) -> tuple[str, ...]:
 
 
 def _place(made: Any) -> tuple[str, int | None, str]:
-    """Return file, line and name of what a decorator was put on."""
-    # What `as_view()` returns stands in Django.
+    """Return file, line and name of what a decorator decorates."""
+    # The function that `as_view()` returns is Django's.
     subject = _innermost(getattr(made, "view_class", made))
     code = getattr(subject, "__code__", None)
     if code is None and not isinstance(subject, type):
@@ -209,10 +208,10 @@ def _place(made: Any) -> tuple[str, int | None, str]:
 
 
 def _innermost(made: Any) -> Any:
-    """Return the function that others are wrapped around."""
+    """Return the innermost function that others wrap."""
     while not isinstance(made, type):
         inner = getattr(made, "__wrapped__", None) or getattr(made, "__func__", None)
-        # Of a partial.
+        # A partial has it in `func`.
         inner = inner or (None if inspect.isfunction(made) else getattr(made, "func", None))
         if inner is None:
             break

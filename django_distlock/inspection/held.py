@@ -22,7 +22,7 @@ from ..core.records import Record, Waits
 
 
 class State(enum.StrEnum):
-    """How it stands with a held key. The value is for programs, the label for people."""
+    """The state of a held key. The value is for programs, the label for people."""
 
     HELD = "held"
     QUEUED = "queued"
@@ -34,7 +34,7 @@ class State(enum.StrEnum):
 
     @property
     def label(self) -> Promise:
-        """What people read, in their language."""
+        """The label that people read, in their language."""
         return _LABELS[self]
 
 
@@ -51,21 +51,21 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldKey:
-    """A held key, as the store told of it at one moment.
+    """A held key, as the store reported it at one moment.
 
     Attributes:
-        key_hash: What stands for it in logs: see `LockInfo`.
-        token_hash: What stands for the holder's token; "": the store does not tell it.
+        key_hash: The hash of the key, which logs have instead of it: see `LockInfo`.
+        token_hash: The same of the holder's token; "": the store does not report it.
         ttl: Seconds that the last grant or extend gave; None: no expiry, or not known.
-        acquired_at: Since when, by the store's clock.
-        renewed_at: When it was last extended, or granted.
-        expires_at: When the lease ends; None: it has no end of its own.
-        free_at: From when on somebody else may have the key; None: so.
-        holder: Who holds it, as far as the store tells.
+        acquired_at: When the key was granted, by the store's clock.
+        renewed_at: When the lease was last extended, or granted.
+        expires_at: When the lease expires; None: no expiry.
+        free_at: When the key may be granted to somebody else; None: no expiry.
+        holder: The holder, as far as the store reports it.
         stop_requested_at: When an operator requested a stop.
-        observed_at: The store's clock when it was looked at.
-        by_session: Whether it ends with a session of the server, instead of at a time.
-        waits: How many wait for it; None: it was not asked, or the store did not tell.
+        observed_at: The store's clock at the time of the reading.
+        by_session: Whether the lease ends with a session of the server, instead of at a time.
+        waits: The numbers of waiters; None: not queried, or not reported by the store.
         shared: Whether others may hold the key at the same time.
     """
 
@@ -88,7 +88,7 @@ class HeldKey:
 
     @classmethod
     def of(cls, store: BaseLockBackend, record: Record, now: datetime) -> HeldKey:
-        """Return what may be shown of a record that a backend answered with."""
+        """Return what may be shown of a backend's record."""
         return cls(
             backend=store.alias,
             key=record.key,
@@ -109,7 +109,7 @@ class HeldKey:
 
     @property
     def state(self) -> State:
-        """The most telling thing about it: what is over comes before what was asked."""
+        """The most important state that applies: an expiry comes before a requested stop."""
         if self.free_at is not None and self.free_at == self.expires_at:
             return State.SETTLED
         if self.expires_at is not None and self.expires_at <= self.observed_at:
@@ -129,7 +129,7 @@ class HeldKey:
 
     @property
     def expires_in(self) -> float | None:
-        """Seconds until the lease ends, by the store's clock; 0: it is over; None: no end."""
+        """Seconds until the lease expires, by the store's clock; 0: expired; None: no expiry."""
         if self.expires_at is None:
             return None
         return max(0.0, (self.expires_at - self.observed_at).total_seconds())
@@ -152,15 +152,15 @@ class HeldKey:
 def hashed(value: str) -> str:
     """Return 24 lower-case hex digits: HMAC-SHA256 with the project's secret.
 
-    The same as `salted_hmac("django_distlock", value, algorithm="sha256")` gives, which derives
-    its key each time: that takes most of the time of a long listing.
+    `salted_hmac("django_distlock", value, algorithm="sha256")` returns the same, but derives its
+    key each time: that would take most of the time of a long listing.
     """
     key = _key(force_bytes(settings.SECRET_KEY))
     return hmac.digest(key, value.encode(), "sha256").hex()[:24]
 
 
 def token_hash(token: str) -> str:
-    """Return the hash of a token; "": the store that it comes from tells none."""
+    """Return the hash of a token; "": the store reports no token."""
     return hashed(token) if token else ""
 
 

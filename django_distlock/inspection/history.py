@@ -1,4 +1,4 @@
-"""What happened lately on all backends, counted from the table of events."""
+"""Counts recent events of all backends, from the table of events."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from ..models import LockEvent
 
-#: Minutes that are told one by one.
+#: Minutes that are counted one by one.
 MINUTES: Final = 60
-#: Hours that are told in sum.
+#: Hours that are counted together.
 HOURS: Final = 24
-#: Releases at most whose median wait is told.
+#: The most releases whose median wait is calculated.
 SAMPLE: Final = 1000
 #: The kind of event that is not rare.
 RELEASED: Final = "released"
@@ -41,7 +41,7 @@ logger = logging.getLogger("django_distlock")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Minute:
-    """What happened in a minute: how many events of which kind."""
+    """The number of events of each kind in a minute."""
 
     begins: datetime
     kinds: dict[str, int]
@@ -54,14 +54,14 @@ class Minute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What happened lately.
+    """The recent events in numbers.
 
     Attributes:
-        minutes: The last hour, the oldest first; the last one is not over.
-        kinds: How many events of which kind the last 24 hours had. Releases are not among them.
+        minutes: The last hour, the oldest first; the last minute has not ended.
+        kinds: The number of events of each kind in the last 24 hours, without releases.
         at: When it was counted, by the clock of this host.
         rate: Releases per minute in the last hour; None: none are kept (`DISTLOCK_HISTORY`).
-        median_wait: The median of the seconds that the latest of them had waited.
+        median_wait: The median wait of the latest of these releases, in seconds.
     """
 
     minutes: tuple[Minute, ...]
@@ -86,13 +86,13 @@ def history() -> History | None:
 
 
 def rare_kinds() -> list[str]:
-    """Return the kinds of events of which there are few: an index finds them among releases."""
+    """Return the kinds of rare events, which an index finds among the many releases."""
     model: type[LockEvent] = apps.get_model("django_distlock", "LockEvent")
     return [each for each in model.Kind.values if each != RELEASED]
 
 
 def times_of(event: object) -> tuple[float, float] | None:
-    """Return the seconds that a release was held and waited for; None: its details are spoiled."""
+    """Return the seconds that a release was held and waited for; None: its details are invalid."""
     if not isinstance(event, Mapping):
         return None
     try:
@@ -106,7 +106,7 @@ def _counted(events: QuerySet[LockEvent], now: datetime) -> History:
     first = now.replace(second=0, microsecond=0) - timedelta(minutes=MINUTES - 1)
     by_minute: dict[datetime, Counter[str]] = {}
     connection = connections[events.db]
-    # MySQL may lack the tables that it needs for another zone than its own.
+    # MySQL may lack the tables that it needs for other time zones than its own.
     zone = connection.timezone if connection.vendor == "mysql" else UTC
     rows = (
         events.filter(at__gte=first, kind__in=rare_kinds())
@@ -133,7 +133,7 @@ def _of_releases(events: QuerySet[LockEvent]) -> dict[str, float]:
     try:
         kept = conf.history()
     except ImproperlyConfigured:
-        return {}  # As check E001 tells.
+        return {}  # Check E001 reports it.
     number = events.count() if kept else 0
     details = events.order_by("-at").values_list("details", flat=True)[:SAMPLE] if number else ()
     waits = [times[1] for times in map(times_of, details) if times is not None]

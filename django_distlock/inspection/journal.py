@@ -1,4 +1,4 @@
-"""What operators may do; who did what, and why: told by a signal, and kept by the admin."""
+"""Permissions of operators; signals and the admin's log of who did what, and why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("django_distlock")
 
 
 class Operation(enum.StrEnum):
-    """What `inspection` can do, by the name that events, signals and JSON have for it."""
+    """The operations of `inspection`, by their names in events, signals and JSON."""
 
     VIEW = "view"
     FORCE_RELEASE = "force_release"
@@ -39,13 +39,13 @@ class Operation(enum.StrEnum):
 
     @property
     def codename(self) -> str:
-        """The codename of its permission, as the migrations make it."""
+        """The codename of its permission, as the migrations create it."""
         about_counter = self in (Operation.PAUSE, Operation.RESUME)
         return f"{self.value}_{'fencecounter' if about_counter else 'heldlock'}"
 
     @property
     def permission(self) -> str:
-        """What `user.has_perm()` takes."""
+        """The permission's name for `user.has_perm()`."""
         return f"django_distlock.{self.codename}"
 
 
@@ -54,7 +54,7 @@ def may(user: Any, operation: Operation | str) -> bool:
 
     Args:
         user: One of `django.contrib.auth`, or what its backends take for one.
-        operation: Such as `"force_release"`; `"view"` is to list and to show.
+        operation: Such as `"force_release"`; `"view"` allows listing and showing.
 
     Raises:
         ValueError: There is no such operation.
@@ -64,10 +64,10 @@ def may(user: Any, operation: Operation | str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Who wants something done, and why.
+    """An operation, the actor who wants it, and the reason.
 
     Args:
-        actor: A user of the project, or a text of 1 to 200 characters that names somebody.
+        actor: A user of the project, or a text of 1 to 200 characters that names the actor.
         reason: Why, in at most 200 characters. A force-release needs one.
 
     Raises:
@@ -108,7 +108,7 @@ class Order:
         holder: Holder | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        """Tell that it was done."""
+        """Report by a signal, and in the admin's log, that the operation was done."""
         facts: dict[str, Any] = {
             "alias": store.alias, "key": key, "fence": fence, "holder": holder,
             "actor": self.by, "reason": self.reason,
@@ -124,7 +124,7 @@ class Order:
     def keep(
         self, where: str, *, key: str = "", named: str | None = None, fence: int | None = None
     ) -> None:
-        """Write it into the admin's log, if there is one, and the actor is a user."""
+        """Write the operation into the admin's log, if there is one and the actor is a user."""
         if not (apps.is_installed("django.contrib.admin") and _is_user(self.actor)):
             return
         from django.contrib.admin.models import CHANGE, DELETION, LogEntry
@@ -162,7 +162,7 @@ class Order:
 
 
 def _is_user(actor: object) -> bool:
-    # Not asked by its class: a request's user is a lazy stand-in, and anonymous ones have no row.
+    # Not by its class: a request's user is a lazy stand-in, and an anonymous user has no row.
     return getattr(actor, "pk", None) is not None and hasattr(actor, "get_username")
 
 

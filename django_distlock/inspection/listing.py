@@ -1,4 +1,4 @@
-"""What is held, over all backends, page by page; and which keys transactions have locked."""
+"""Lists held keys over all backends, page by page; and the keys that transactions have locked."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from .held import HeldKey, State
 
 #: The code of a failure that is about one record.
 _UNREADABLE = "unreadable"
-#: Locks of a page at most.
+#: The most locks of a page.
 MAX_LIMIT = 10_000
-#: Locks that a store is asked for at once where only some of them may be wanted.
+#: Locks that one query reads from a store if only some of them may be wanted.
 _LOOKED_AT = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Document):
-    """A backend that could not be asked, or a record of it that cannot be read.
+    """A backend that could not be queried, or one of its records that cannot be read.
 
     Attributes:
         code: That of the error, such as `"service_unavailable"`; `"unsupported"`: it cannot list;
-            `"misconfigured"`: its settings break a rule; `"unreadable"`: somebody has written to
-            the record of a key, and the rest of the backend is listed.
-        key: The key that it is about; "": it is about the backend.
+            `"misconfigured"`: its settings break a rule; `"unreadable"`: something else has written
+            to the record of a key, and the rest of the backend is listed.
+        key: The key of the record; "": the failure is about the backend.
     """
 
     backend: str
@@ -47,18 +47,18 @@ class Failure(Document):
 
     @classmethod
     def of(cls, alias: str, error: LockError | ImproperlyConfigured, key: str = "") -> Failure:
-        """Return what an error of a backend says."""
+        """Return the failure for an error of a backend."""
         code = error.code if isinstance(error, LockError) else "misconfigured"
         return cls(backend=alias, code=code, message=str(error), key=key)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry: the key where it is about one."""
+        """Return what JSON can carry: the key only if the failure is about one."""
         of_key = ("key",) if self.key or self.is_of_key else ()
         return by_name(self, "backend", "code", "message", *of_key)
 
     @property
     def is_of_key(self) -> bool:
-        """Whether one record is meant, and the rest of its backend was listed."""
+        """Whether the failure is about one record, and the rest of its backend was listed."""
         return self.code == _UNREADABLE
 
 
@@ -69,8 +69,8 @@ class LockPage(Document):
     Attributes:
         locks: Held keys, by backend in the order of the settings.
         cursor: Where the next page starts; None: this was the last one.
-        failures: Backends that this page should have shown and could not, and records of it that
-            cannot be read.
+        failures: Backends that this page should have shown and could not, and unreadable records
+            of this page.
     """
 
     locks: tuple[HeldKey, ...]
@@ -80,7 +80,7 @@ class LockPage(Document):
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What no store filters by."""
+    """The filters that no store applies."""
 
     held_longer_than: float | None
     ends_within: float | None
@@ -90,11 +90,11 @@ class _Wanted:
 
     @property
     def everything(self) -> bool:
-        """Whether any lock was asked for."""
+        """Whether any lock is wanted."""
         return self == _Wanted(None, None, None, None)
 
     def may_fit(self, record: Record, now: datetime) -> bool:
-        """Whether its key and its times are such, which needs no more than its record."""
+        """Whether the key and the times of a lock pass, for which its record is enough."""
         least, soon, part = self.held_longer_than, self.ends_within, self.overdue
         return (
             self.contains in record.key
@@ -104,7 +104,7 @@ class _Wanted:
         )
 
     def fits(self, lock: HeldKey) -> bool:
-        """Whether a lock is one that was asked for."""
+        """Whether the state of a lock passes."""
         return self.states is None or lock.state in self.states
 
 
@@ -123,30 +123,30 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
     limit: int = 100,
     waits: bool = False,
 ) -> LockPage:
-    """Return a page of what is held, on all backends that can tell.
+    """Return a page of the held keys, on all backends that can list them.
 
-    Two aliases of one store with one key prefix both show what is there.
+    Two aliases of one store with the same key prefix both show the same keys.
 
     Args:
         backends: Aliases in `DISTLOCK`; None: all of them.
         prefix: What the keys start with.
-        contains: What is somewhere in the keys. No store has an index for it: all that `prefix`
-            leaves is read.
+        contains: A text anywhere in the keys. No store has an index for it: all keys that `prefix`
+            leaves are read.
         host: Only what is held by this `Holder.host`.
         task_id: Only what is held by this `Holder.task_id`.
-        held_longer_than: Only what was granted longer ago than this, by the store's clock. Then a
-            page may have less than `limit` and not be the last one.
-        ends_within: Only leases that end within this, unless they are renewed; what was said of
-            pages holds here and for the next two, too.
-        overdue: Only leases of whose ttl more than this part, from 0 to 1, has gone since they
-            were renewed: about 1/3 at most where a holder lives.
-        states: Only what is in one of these states.
+        held_longer_than: Only keys granted longer ago than this, by the store's clock. A page may
+            then have fewer than `limit` locks without being the last one.
+        ends_within: Only leases that expire within this, unless they are renewed. Pages may be
+            short with this and the next two filters, too.
+        overdue: Only leases whose last renewal is longer ago than this part of their ttl, from 0 to
+            1: it is about 1/3 at most if the holder lives.
+        states: Only keys in one of these states.
         cursor: The `cursor` of the page before, for the same `backends` and filters.
         limit: The size of the page, from 1 to 10 000.
-        waits: Also how many wait for each, with one more question to each backend.
+        waits: Whether to count the waiters of each, with one more query to each backend.
 
     Raises:
-        InvalidArgument: An argument breaks a rule, or the cursor is none.
+        InvalidArgument: An argument breaks a rule, or the cursor is invalid.
         InvalidLockBackend: There is no such alias.
     """
     whole_number(limit, "limit", MAX_LIMIT)
@@ -167,7 +167,7 @@ class TransactionLock(KeptKey, Document):
     """A key that a transaction has locked, or waits for.
 
     Attributes:
-        backend: The alias of the backend that was asked.
+        backend: The alias of the backend that was queried.
         seconds: How long ago `since` was, by the store's clock.
         kind: `"transaction"`.
     """
@@ -184,11 +184,11 @@ class TransactionLock(KeptKey, Document):
 
 @dataclass(frozen=True, slots=True)
 class TransactionLocks(Document):
-    """What transactions keep.
+    """The keys that transactions have locked, or wait for.
 
     Attributes:
         transactions: By backend in the order of the settings, the longest one first.
-        failures: Backends that could not be asked, or cannot tell.
+        failures: Backends that could not be queried, or cannot list transaction locks.
     """
 
     transactions: tuple[TransactionLock, ...]
@@ -198,15 +198,16 @@ class TransactionLocks(Document):
 def list_transactions(*, backends: Collection[str] | None = None) -> TransactionLocks:
     """Return which keys transactions have locked by `transaction_lock()`, or wait for.
 
-    What several aliases of one database tell is there once, by the one that knows the key.
+    If several aliases of one database report a lock, it is listed once, with the alias that knows
+    the key.
 
     Args:
-        backends: Aliases in `DISTLOCK`; None: all of them that can tell.
+        backends: Aliases in `DISTLOCK`; None: all that can list transaction locks.
 
     Raises:
         InvalidLockBackend: There is no such alias.
     """
-    # Numbers are hashes of the secret of a database.
+    # Numbers differ between databases: they are hashes with a database's secret.
     found: dict[tuple[int, int], TransactionLock] = {}
     failures: list[Failure] = []
     for alias in chosen(backends):
@@ -272,7 +273,7 @@ def _part_of_key(contains: object) -> str:
 
 
 def _with_waits(locks: tuple[HeldKey, ...]) -> list[HeldKey]:
-    """Ask each backend how many wait for its locks; one that does not tell is left out."""
+    """Count the waiters of locks at each backend; one that does not report them is left out."""
     found: dict[tuple[str, str], Waits] = {}
     for alias in dict.fromkeys(each.backend for each in locks):
         keys = [each.key for each in locks if each.backend == alias]
@@ -285,7 +286,7 @@ def _with_waits(locks: tuple[HeldKey, ...]) -> list[HeldKey]:
 def _pages(
     alias: str, start: str | None, wanted: _Wanted, filters: dict[str, Any], limit: int
 ) -> Iterator[tuple[list[HeldKey], list[Failure], str | None]]:
-    """Yield what is held on a backend, what is unreadable, and where the rest starts."""
+    """Yield held keys of a backend, unreadable records, and the cursor of the rest."""
     store = lock_backends[alias]
     size = limit if wanted.everything else max(limit, _LOOKED_AT)
     while True:
@@ -296,7 +297,7 @@ def _pages(
             if wanted.may_fit(record, now) and wanted.fits(each := HeldKey.of(store, record, now)):
                 found.append(each)
                 if len(found) == limit and at < len(page.records):
-                    # The rest is for the next page, and only the store has a cursor for it.
+                    # The rest is for the next page. Read again, because its cursor is the store's.
                     size = at
                     break
         else:
@@ -311,10 +312,10 @@ def _pages(
 
 
 def chosen(backends: Collection[str] | None) -> tuple[str, ...]:
-    """Return the aliases that are meant, in the order of the settings; None: all of them.
+    """Return these aliases in the order of the settings; None: all of them.
 
     Raises:
-        InvalidArgument: It is one text.
+        InvalidArgument: `backends` is a single text.
         InvalidLockBackend: There is no such alias.
     """
     known = tuple(lock_backends)
@@ -324,12 +325,12 @@ def chosen(backends: Collection[str] | None) -> tuple[str, ...]:
         raise InvalidArgument(f"backends must be several aliases, not {shown(backends)}.")
     for alias in backends:
         if alias not in known:
-            _ = lock_backends[alias]  # It says that there is none.
+            _ = lock_backends[alias]  # It raises the error.
     return tuple(alias for alias in known if alias in backends)
 
 
 def _from(aliases: tuple[str, ...], cursor: str | None) -> Iterator[tuple[str, str | None]]:
-    """Yield the backends that are left, each with the cursor to start at."""
+    """Yield the remaining backends, each with the cursor to start at."""
     alias, start = (None, None) if cursor is None else _unpacked(cursor, aliases)
     at = 0 if alias is None else aliases.index(alias)
     for each in aliases[at:]:

@@ -1,7 +1,6 @@
-"""What an operator does to a key. Each is told and kept with who did it, and why.
+"""The operations of an operator on a key. Each is reported and recorded with its actor and reason.
 
-`actor`, `reason` and `fence` are those of `force_release` in all of them; a reason that is not
-needed may be "".
+All take `actor`, `reason` and `fence` as `force_release` does; an optional reason may be "".
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from ..handler import lock_backends
 from .held import HeldKey
 from .journal import Operation, Order
 
-#: The longest time that is given in seconds: ten years.
+#: The longest time that may be given in seconds: ten years.
 MAX_SPAN = 10 * 366 * 24 * 3600.0
 
 
 class Result(enum.StrEnum):
-    """What became of it, in a word.
+    """The result of an operation, in a word.
 
-    `NOTHING`: there was nothing to do it to: nobody held the key, or not by the fence that was
-    expected, it was not paused, no record was over. `BUSY`: somebody's transaction is in the way,
-    and nothing was changed.
+    `NOTHING`: there was nothing to change: the key was not held, or not with the expected fence,
+    it was not paused, no record had expired. `BUSY`: a transaction is in the way, and nothing was
+    changed.
     """
 
     DONE = "done"
@@ -43,15 +42,15 @@ class Result(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Document):
-    """What became of an operation on a key, or of a cleanup.
+    """The outcome of an operation on a key, or of a cleanup.
 
     Attributes:
         key: The key, normalised; "" for a cleanup.
-        held: The lock: as it was when it was taken away, else as it is now, which may be another
-            holder's than was expected; None: nobody held it, or it was not looked at.
+        held: The lock: as it was when it was force-released, else as it is now, which may be
+            another holder's than expected; None: the key was not held, or was not looked up.
         fence_before: The key's fence before; None: not known, or the key was never granted.
-        fence_after: The same after it. A force-release makes it higher, nothing else changes it,
-            but for a grant that came right after.
+        fence_after: The key's fence after. Only a force-release, or a grant that came right after,
+            makes it higher.
         sessions: Busy: those whose transactions are in the way; (): they have ended meanwhile, or
             something else was in the way; None: the store cannot tell.
         removed: How many records a cleanup has removed.
@@ -74,29 +73,29 @@ class Outcome(Document):
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody's transaction was in the way."""
+        """Whether a transaction was in the way."""
         return self.result is Result.BUSY
 
 
 def force_release(
     key: str, *, backend: str = "default", fence: int | None = None, actor: Any, reason: str
 ) -> Outcome:
-    """Force-release a key: the fence moves on first, then the record goes.
+    """Force-release a key: raise its fence first, then remove its record.
 
-    While a guarded transaction of the holder is open, the outcome is busy at once, names the
-    sessions that hold the guard, and nothing is changed.
+    While a guarded transaction of the holder is open, nothing is changed. The outcome is busy
+    without a wait, and names the sessions that hold the guard.
 
     Args:
-        fence: That of the holder whom it is about (`HeldKey.fence`), which the store compares in
-            the same step: where somebody else holds the key by then, nothing is done, and `held` of
-            the outcome says who. None: whoever holds it.
+        fence: The fence of the expected holder (`HeldKey.fence`), which the store compares in the
+            same step: if another holder has the key by then, nothing is done, and `held` of the
+            outcome shows that holder. None: any holder.
         actor: Who does it: a user of the project, or a text of 1 to 200 characters.
         reason: Why, in 1 to 200 characters.
 
     Raises:
         InvalidArgument: An argument breaks a rule.
         InvalidLockBackend: There is no such backend.
-        BackendUnavailable: The store is unavailable. The key may have been taken.
+        BackendUnavailable: The store is unavailable. The key may have been released.
     """
     order = Order(Operation.FORCE_RELEASE, actor, reason)
     return _on_holder(
@@ -113,18 +112,18 @@ def expire_soon(
     actor: Any,
     reason: str = "",
 ) -> Outcome:
-    """Let a lease be renewed for so many seconds at the most; it never gets longer.
+    """Allow renewals of a lease for these seconds at most; the lease never gets longer.
 
-    The holder is asked to stop: it sees `stop_requested` at its next beat, and its lease is lost
-    at the first one after that time. Nobody else is granted the key before the holder must have
-    noticed: it is free when the holder releases it, or when its last renewal is over
-    (`outcome.held.free_at`). To have it at once, take it: `force_release`.
+    This requests a stop: the holder sees `stop_requested` at its next heartbeat, and loses its
+    lease at the first heartbeat after that time. Nobody else is granted the key before the holder
+    must have noticed: the key is free when the holder releases it, or when its last renewal has
+    expired (`outcome.held.free_at`). To free the key immediately, use `force_release`.
 
     Args:
         within: Seconds, or a `timedelta`.
 
     Raises:
-        LockUsageError: The lease has no expiry, or those of this backend do not end at a time.
+        LockUsageError: The lease has no expiry, or leases of this backend do not end at a time.
     """
     order, left = Order(Operation.EXPIRE_SOON, actor, reason), seconds(within, "within")
 
@@ -145,7 +144,7 @@ def expire_soon(
 def request_stop(
     key: str, *, backend: str = "default", fence: int | None = None, actor: Any, reason: str = ""
 ) -> Outcome:
-    """Request that the holder stops: it sees `stop_requested` at its next beat or extend."""
+    """Request a stop: the holder sees `stop_requested` at its next heartbeat or extend."""
     order = Order(Operation.REQUEST_STOP, actor, reason)
     return _on_holder(
         order, backend, key, fence, lambda store, seen: store.request_stop(key, fence=seen)
@@ -155,7 +154,7 @@ def request_stop(
 def pause(
     key: str, until: datetime | Duration, *, backend: str = "default", actor: Any, reason: str = ""
 ) -> Outcome:
-    """Grant a key to nobody until a time. A holder keeps its lease.
+    """Pause a key: until a time, it is granted to nobody. A holder keeps its lease.
 
     Args:
         until: An aware datetime, or seconds (or a `timedelta`) from now, by the store's clock.
@@ -183,12 +182,12 @@ def cleanup(
     reason: str = "",
     progress: Callable[[int], object] = lambda removed: None,
 ) -> Outcome:
-    """Remove the records of leases that are over, batch by batch. Never a fence counter.
+    """Remove the records of ended leases, batch by batch, but never a fence counter.
 
     Args:
-        older_than: Only of those that were over so many seconds ago, by the store's clock.
-        batch: How many go in one transaction, from 1 to 100 000.
-        progress: Told after each batch how many are gone.
+        older_than: Only of leases that ended at least these seconds ago, by the store's clock.
+        batch: Records per transaction, from 1 to 100 000.
+        progress: Called after each batch with the number of records removed so far.
     """
     order, store = Order(Operation.CLEANUP, actor, reason), lock_backends[backend]
     age = timedelta(seconds=seconds(older_than, "older_than", maximum=MAX_SPAN))
@@ -199,7 +198,7 @@ def cleanup(
             removed += gone
             progress(removed)
     finally:
-        # Also of what went before an error.
+        # Also after an error: some batches may have been removed before it.
         if removed:
             details = {"removed": removed, "before": before.isoformat()}
             order.record(store, "", details=details)
@@ -215,13 +214,13 @@ def _on_holder(
     act: Callable[[BaseLockBackend, int | None], Record | Contended | None],
     details: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Do something to a held key, and say what became of it."""
+    """Do something to a held key, and return the outcome."""
     key, store = stored_key(key), lock_backends[backend]
-    # Before: a store that does not answer is not asked to change anything.
+    # Before the change: an unavailable store gets no request for one.
     now = store.clock()
     fences: list[int | None] = [seen]
     if seen is None and (sharing := store.records.sharing(key)):
-        # Each is recorded, whatever becomes of the next one. What cannot be shortened comes last.
+        # Each is recorded, even if the next one fails. Leases that cannot be shortened come last.
         fences = [each.fence for each in sorted(sharing, key=lambda each: each.expires_at is None)]
     done: Record | None = None
     for each in fences:
@@ -246,7 +245,7 @@ def _about_pause(
     answer: bool | Contended,
     details: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Say what became of a pause."""
+    """Return the outcome of a pause, or of its end."""
     outcome = _nothing(order, store, key, _fence(store, key))
     if isinstance(answer, Contended):
         return replace(outcome, result=Result.BUSY, sessions=_sessions(store, key))
@@ -267,7 +266,7 @@ def _nothing(order: Order, store: BaseLockBackend, key: str, fence: int | None) 
     )
 
 
-# What is looked up after an operation: whatever becomes of it, the outcome is known.
+# Look-ups after an operation. They may fail, because the result is known without them.
 
 
 def _fence(store: BaseLockBackend, key: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Events and responses that nobody needs any more are removed, oldest first."""
+"""Removes events and responses that are no longer needed, the oldest first."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .operations import MAX_SPAN
 if TYPE_CHECKING:
     from ..models import LockEvent
 
-#: Seconds that events are kept, where nobody says otherwise: 90 days.
+#: Seconds that events are kept by default: 90 days.
 EVENTS_KEPT = 90 * 86_400.0
-#: The least that is kept of what operators did: 400 days, so that a yearly audit finds all of it.
+#: The fewest seconds that operations are kept: 400 days, so that a yearly audit finds all of them.
 AUDIT_KEPT = 400 * 86_400.0
 _EVENTS, _RESPONSES = "LockEvent", "StoredResponse"
-#: The most that go in one transaction. Their keys are arguments of one statement.
+#: The most rows to remove in one transaction. Their keys are arguments of one statement.
 MAX_BATCH = 10_000
 
 
@@ -35,10 +35,10 @@ class Pruned(Document):
     """How many events were removed, or would be.
 
     Attributes:
-        events: Of what happened by itself.
-        audit: Of what operators did.
-        before: Of events that are older than this.
-        audit_before: Of what operators did, before this.
+        events: Those of what happened by itself.
+        audit: Those of what operators did.
+        before: The removed `events` are older than this.
+        audit_before: The removed `audit` is older than this.
     """
 
     events: int
@@ -48,7 +48,7 @@ class Pruned(Document):
 
     @property
     def removed(self) -> int:
-        """How many in all."""
+        """The number of all these events."""
         return self.events + self.audit
 
 
@@ -62,14 +62,14 @@ def prune_events(
 ) -> Pruned:
     """Remove old events of all backends, batch by batch, the oldest first.
 
-    What operators did to keys is kept for 400 days, or for `older_than` if that is longer: it is
-    asked for late. Cleaning up counts as what happens by itself.
+    Operators' acts on keys are kept for 400 days, or for `older_than` if that is longer, because
+    they are looked up late. A cleanup counts as what happens by itself.
 
     Args:
-        older_than: Only events that are older, by this host's clock, as they are written.
-        batch: How many go in one transaction, from 1 to 10 000.
-        actor: See `force_release`, as for `reason`, which may be "".
-        progress: Told after each batch how many are gone.
+        older_than: Only events that are older, by the clock of this host, as hosts date events.
+        batch: Events per transaction, from 1 to 10 000.
+        actor: See `force_release`; so for `reason`, which may be "".
+        progress: Called after each batch with the number of events removed so far.
 
     Raises:
         InvalidArgument: An argument breaks a rule.
@@ -95,10 +95,10 @@ def prune_events(
 def prune_responses(
     *, batch: int = 1000, progress: Callable[[int], object] = lambda removed: None
 ) -> int:
-    """Remove the responses of `idempotent` whose time is over; return how many.
+    """Remove the expired responses of `idempotent`; return how many.
 
     Args:
-        batch: See `prune_events`, as the next one.
+        batch: See `prune_events`; so for `progress`.
 
     Raises:
         InvalidArgument: `batch` breaks a rule.
@@ -116,7 +116,7 @@ def _model(name: str = _EVENTS) -> type[Any]:
 
 
 def _using(name: str = _EVENTS) -> str:
-    """Return the database that keeps what a model is about."""
+    """Return the database that keeps the rows of a model."""
     using: str = router.db_for_write(_model(name))
     if connections[using].vendor not in vendors.VENDORS:
         raise LockUsageError(f"No database stores the table {name}.", code="unsupported")
@@ -124,7 +124,7 @@ def _using(name: str = _EVENTS) -> str:
 
 
 def _events(using: str, before: datetime, *, audit: bool) -> models.QuerySet[LockEvent]:
-    """Return what is older; `at` has an index, and what is kept longer is little."""
+    """Return older events. `at` has an index, and few events are kept longer."""
     kinds = _model().Kind
     by_operators = [
         kinds.FORCED, kinds.SHORTENED, kinds.STOP_REQUESTED, kinds.PAUSED, kinds.RESUMED,
@@ -152,19 +152,19 @@ def _remove(
                 return gone
             try:
                 with vendor.short_transaction(MAX_BOUND):
-                    # Made anew meanwhile, it is not one of these any more.
+                    # A row that was replaced meanwhile is no longer one of `rows`.
                     gone += rows.order_by().filter(pk__in=[pk for pk, _at in found]).delete()[0]
             except DatabaseError as error:
                 if not vendor.is_busy(error):
                     raise
-                return gone  # Somebody else is at it. What is left goes with the next one.
+                return gone  # Another process has locked the rows. The next run removes the rest.
         progress(gone)
-        # Not again past what is kept longer, and lies in between.
+        # Do not pass again over rows in between that are kept longer.
         left = rows.filter(**{f"{by}__gte": found[-1][1]})
 
 
 def _tell(using: str, order: Order, pruned: Pruned) -> None:
-    """Keep who has removed what, where it was removed."""
+    """Record who has removed what, in the same database."""
     with _translated(using), transaction.atomic(using=using):
         _model().objects.using(using).create(
             kind=_model().Kind.CLEANED,

@@ -30,10 +30,10 @@ from .summary import SOON
 if TYPE_CHECKING:
     from ..models import LockEvent
 
-#: Events of a key that are shown, and releases.
+#: The most events of a key that are shown, and the most releases.
 EVENTS = 10
 RELEASES = 30
-#: What is told of each.
+#: The fields of an event in JSON.
 _TOLD = ("at", "kind", "fence", "holder", "actor", "reason", "details")
 
 logger = logging.getLogger("django_distlock")
@@ -41,7 +41,7 @@ logger = logging.getLogger("django_distlock")
 
 @dataclass(frozen=True, slots=True)
 class Link(Document):
-    """A key that the holder before it waits for, and who holds that one; None: nobody any more."""
+    """A key that the holder before it waits for, and the holder of that key; None: not held now."""
 
     key: str
     holder: Holder | None
@@ -52,19 +52,19 @@ class KeyView:
     """What is known about a key, held or not.
 
     Attributes:
-        backend: The alias of the backend that was asked.
-        key_hash: What stands for it in logs.
-        held: The lock, of several who share the key that which is free last; None: nobody holds it.
-        sharing: Of all who share the key.
-        expired: The lease that ended by its time, and that nobody has given back; None: there is
-            none, or the store has removed its record.
+        backend: The alias of the backend that was queried.
+        key_hash: The hash of the key, which logs have instead of it.
+        held: The lock; of a shared key, the lock that is free last; None: the key is not held.
+        sharing: The locks of all who share the key.
+        expired: The lease that expired without a release; None: there is none, or the store has
+            removed its record.
         counter: Its fence, and its pause; None: never granted, and not paused; see `knows_fence`.
-        waiters: Who has been waiting for it for more than a second, the first to come first.
-        guards: The sessions that keep it from being granted anew; None: the store cannot tell.
-        events: What happened to it lately, the last first; None: the table of events cannot be
+        waiters: Those who have waited for more than a second, the first to come first.
+        guards: The sessions that keep the key from being granted; None: the store cannot tell.
+        events: The latest events of the key, the last first; None: the table of events cannot be
             read from here.
-        releases: The same of how it was held: see `DISTLOCK_HISTORY`. `events` has none of them.
-        observed_at: The store's clock when it was looked at.
+        releases: The same of releases: see `DISTLOCK_HISTORY`. `events` has none of them.
+        observed_at: The store's clock at the time of the reading.
     """
 
     backend: str
@@ -87,22 +87,22 @@ class KeyView:
 
     @property
     def knows_fence(self) -> bool:
-        """Whether the backend can tell the fence of a key that nobody holds."""
+        """Whether the backend can tell the fence of a key that is not held."""
         return type(lock_backends[self.backend])._counter is not BaseLockBackend._counter
 
     @property
     def paused_until(self) -> datetime | None:
-        """Until when it is granted to nobody; None: it is not paused."""
+        """Until when the key is granted to nobody; None: it is not paused."""
         return None if self.counter is None else self.counter.paused_until
 
     def chain(self) -> tuple[Link, ...]:
-        """Ask what the holder waits for, then what the holder of that waits for, and so on.
+        """Return the key that the holder waits for, then the key that its holder waits for, etc.
 
-        It is looked for among the keys that most wait for, and ends where a key comes again, or
+        Only the keys with the most waiters are searched. The chain ends if a key comes again, or
         the store does not answer. The coroutines of an event loop count as one holder.
         """
         found: list[Link] = []
-        with suppress(LockError):  # All else is known by now.
+        with suppress(LockError):  # All else is already known.
             if self.held is not None:
                 found.extend(_chain(lock_backends[self.backend], self.key, self.held.holder))
         return tuple(found)
@@ -125,7 +125,7 @@ class KeyView:
 
 
 def show(key: str, backend: str = "default") -> KeyView:
-    """Return all that is known about a key. It only reads.
+    """Return all that is known about a key. This only reads.
 
     Raises:
         InvalidArgument: The key breaks a rule.
@@ -134,7 +134,7 @@ def show(key: str, backend: str = "default") -> KeyView:
     """
     view = show_present(key, backend)
     events = _latest(view.backend, view.key, EVENTS, rare_kinds())
-    # A database that does not answer is not waited for twice.
+    # Do not wait twice for a database that does not answer.
     if events is not None:
         view = replace(
             view, events=events, releases=_latest(view.backend, view.key, RELEASES, [RELEASED])
@@ -143,9 +143,9 @@ def show(key: str, backend: str = "default") -> KeyView:
 
 
 def show_present(key: str, backend: str = "default") -> KeyView:
-    """Return what its store knows about a key, without past events: see `show`.
+    """Return what the store knows about a key, without past events: see `show`.
 
-    Events are in a database of their own, which may be down.
+    Events may be in another database, which may be down.
     """
     key, store = stored_key(key), lock_backends[backend]
     record = store.read(key)
@@ -171,7 +171,7 @@ def show_present(key: str, backend: str = "default") -> KeyView:
 
 
 class _Raw:
-    """A place for raw values that neither `vars()` nor a dataclass's tools look at."""
+    """A slot for raw values that neither `vars()` nor a dataclass's tools show."""
 
     __slots__ = ("_raw",)
 
@@ -184,11 +184,11 @@ class LockInfo(_Raw):
 
     Attributes:
         key_hash: 24 lower-case hex digits: HMAC-SHA256 of the key with the project's secret.
-        token_hash: The same of the token; "": the store does not tell it.
-        acquired_at: Since when, by the store's clock.
-        expires_at: Until when; None: no expiry.
-        renewed_at: When it was last extended, or granted.
-        waiters: Who has been waiting for it for more than a second, the first to come first.
+        token_hash: The same of the token; "": the store does not report it.
+        acquired_at: When the key was granted, by the store's clock.
+        expires_at: When the lease expires; None: no expiry.
+        renewed_at: When the lease was last extended, or granted.
+        waiters: Those who have waited for more than a second, the first to come first.
     """
 
     key_hash: str
@@ -205,40 +205,40 @@ class LockInfo(_Raw):
         object.__setattr__(self, "_raw", raw)
 
     def __reduce__(self) -> Any:
-        # Copies and pickles travel: they are without raw values.
+        # Copies and pickles may leave the process, so they have no raw values.
         return partial(
             LockInfo, **{each.name: getattr(self, each.name) for each in fields(self)}
         ), ()
 
     @property
     def key(self) -> str | None:
-        """The key, where it was asked for with `raw=True`."""
+        """The key, if it was requested with `raw=True`."""
         return self._raw[0] if self._raw else None
 
     @property
     def token(self) -> str | None:
-        """The token, where it was asked for with `raw=True`. A bearer secret."""
+        """The token, if it was requested with `raw=True`. It is a bearer secret."""
         return self._raw[1] if self._raw else None
 
 
 def get_by_key(key: Key, *, backend: str = "default", raw: bool = False) -> LockInfo | None:
-    """Return who holds `key`; None: nobody.
+    """Return the lock on `key`; None: it is not held.
 
     Args:
-        raw: Whether `key` and `token` can be read from the answer.
+        raw: Whether `key` and `token` can be read from the result.
     """
     store = lock_backends[backend]
     return _info(store, store.read(stored_key(key)), raw=raw)
 
 
 def held_keys(keys: Iterable[Key], *, backend: str = "default") -> dict[str, Holder]:
-    """Return which of these keys are held, and by whom, in one query.
+    """Return those of these keys that are held, with their holders, in one query.
 
-    For workers that prove by a lock that they live, say.
+    An example is workers that prove by a lock that they live.
 
     Args:
-        keys: Any number; on a cluster it is a query to each node, and in a database one for
-            each thousand.
+        keys: Any number. On a cluster, each node gets a query; a database gets one for each
+            thousand.
 
     Raises:
         InvalidArgument: A key breaks a rule.
@@ -252,13 +252,13 @@ def held_keys(keys: Iterable[Key], *, backend: str = "default") -> dict[str, Hol
 
 
 def get_by_token(token: str, *, backend: str = "default", raw: bool = False) -> LockInfo | None:
-    """Return what `token` holds; None: nothing."""
+    """Return the lock that `token` holds; None: none."""
     store = lock_backends[backend]
     return _info(store, store.read_token(token), raw=raw)
 
 
 def owns(token: str, *, backend: str = "default") -> bool:
-    """Return whether `token` holds a key now. For diagnosis: it may be over a moment later."""
+    """Return whether `token` holds a key now. For diagnosis: that may end a moment later."""
     return lock_backends[backend].read_token(token) is not None
 
 
@@ -285,12 +285,12 @@ def _info(store: BaseLockBackend, record: Record | None, *, raw: bool) -> LockIn
 
 
 def expired_locks(backend: str = "default", *, limit: int = 100) -> tuple[HeldKey, ...]:
-    """Return leases that ended by their time, and that nobody gave back: see `KeyView.expired`.
+    """Return leases that expired without a release: see `KeyView.expired`.
 
-    The last one to end comes first. Where its holder lives, it may still work without its lock.
+    The last to expire comes first. If its holder lives, it may still work without its lock.
 
     Args:
-        limit: How many at most, from 1 to 10 000.
+        limit: The most leases to return, from 1 to 10 000.
 
     Raises:
         InvalidLockBackend: There is no such backend.
@@ -304,7 +304,7 @@ def expired_locks(backend: str = "default", *, limit: int = 100) -> tuple[HeldKe
 
 def _chain(store: BaseLockBackend, key: str, holder: Holder | None) -> Iterator[Link]:
     if not store.supports_listing or type(store)._states is BaseLockBackend._states:
-        return  # It does not count who waits.
+        return  # The store does not count waiters.
     waited = [each for each, _number in store.states(SOON)[1].most_waited if each != key]
     waiters = {each: [waiting.holder for waiting in store.waiters.of(each)] for each in waited}
     seen = {key}
@@ -319,7 +319,7 @@ def _chain(store: BaseLockBackend, key: str, holder: Holder | None) -> Iterator[
 
 
 def _counter(store: BaseLockBackend, key: str) -> Counter | None:
-    # A backend of somebody else need not know the fence of a key that nobody holds.
+    # A third-party backend need not know the fence of a key that is not held.
     with suppress(LockUsageError):
         return store.counter(key)
     return None
@@ -338,7 +338,7 @@ def _latest(alias: str, key: str, number: int, kinds: list[str]) -> tuple[LockEv
             rows = model.objects.using(using).filter(backend=alias, key=key, kind__in=kinds)
             return tuple(rows.order_by("-at", "-pk")[:number])
     except ImproperlyConfigured:
-        return ()  # The project has no database, whose locks are elsewhere: nothing is kept.
+        return ()  # The project has no database, so it keeps no events.
     except (Error, ConnectionDoesNotExist) as error:
         extra = log_fields("events_unread", backend=alias, key=key)
         logger.warning("Lock events cannot be read: %s", error, extra=extra)

@@ -1,4 +1,4 @@
-"""How much a backend keeps, and how many of its keys are in which state."""
+"""Counts what a backend keeps, and its keys in each state."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from ..core.documents import by_name
 from ..core.durations import Duration, seconds
 from ..handler import lock_backends
 
-#: Seconds within which a lease "ends soon", where nobody says otherwise.
+#: Seconds within which a lease "ends soon", by default.
 SOON = 10.0
-#: Fence counters of a backend above which it warns: they are never deleted.
+#: Fence counters of a backend above which statistics warn: counters are never deleted.
 MANY_COUNTERS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary(States):
-    """How many keys of a backend are in which state.
+    """The number of keys of a backend in each state.
 
     Attributes:
-        held: Leases that are held now, in whatever state; of a shared key each.
-        waiting: Who waits, and is noted; None: the store does not note it.
-        ending_soon: Leases that end within `soon` seconds, unless they are renewed.
-        past_expiry: Leases that ended by their time, and that nobody has given back: those in
-            `State.PAST_EXPIRY`, and those whose key is free again and was not taken since. Redis
-            removes their records by itself.
+        held: Leases that are held now, in any state; each one of a shared key.
+        waiting: The waiters that the store has noted; None: the store notes none.
+        ending_soon: Leases that expire within `soon` seconds, unless they are renewed.
+        past_expiry: Leases that expired without a release: those in `State.PAST_EXPIRY`, and those
+            whose key is free again and was not granted since. Redis removes their records by
+            itself.
         settled: Keys that are kept after their run: `State.SETTLED`.
         no_expiry: Keys that are held without expiry: `State.NO_EXPIRY`.
         stop_requested: Holders that were asked to stop, and have not.
-        overdue: Of all leases that have been renewed, the most of its ttl that has gone since:
-            about 1/3 where every holder lives; None: there are none, or too many to look at.
-        most_waited: The keys that most wait for, and how many do.
-        observed_at: The store's clock when it was looked at.
+        overdue: The largest part of its ttl that has passed since a lease was last renewed: about
+            1/3 if every holder lives; None: there are none, or too many to look at.
+        most_waited: The keys with the most waiters, and the number of these.
+        observed_at: The store's clock at the time of the reading.
     """
 
     backend: str
@@ -44,7 +44,7 @@ class Summary(States):
     observed_at: datetime
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry. `estimated` names the numbers that are about so."""
+        """Return what JSON can carry. `estimated` names the numbers that are estimates."""
         waited = [{"key": key, "waiting": number} for key, number in self.most_waited]
         return {
             "backend": self.backend,
@@ -56,13 +56,13 @@ class Summary(States):
 
 
 def summary(backend: str = "default", *, soon: Duration = SOON) -> Summary:
-    """Count what is held by its state. It only reads, and takes no longer where there is more.
+    """Count held keys by their state. This only reads, and takes no longer if there are more.
 
-    On PostgreSQL numbers are estimated where there are more than 100 000 records. On Redis they
-    are those of a sample of 10 000 of the server's keys, where there are more.
+    On PostgreSQL, numbers are estimates if there are more than 100 000 records. On Redis, they are
+    those of a sample of 10 000 of the server's keys if there are more.
 
     Args:
-        soon: Seconds within which a lease ends to be counted as ending soon.
+        soon: Seconds within which a lease counts as ending soon.
 
     Raises:
         InvalidLockBackend: There is no such backend.
@@ -84,10 +84,10 @@ def summary(backend: str = "default", *, soon: Duration = SOON) -> Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """How much a backend keeps.
+    """Counts and sizes of what a backend keeps.
 
     Attributes:
-        counts: Of locks, waiters and counters, of this backend alone.
+        counts: The numbers of locks, waiters and counters of this backend alone.
     """
 
     backend: str
@@ -95,17 +95,17 @@ class Statistics:
 
     @property
     def sizes(self) -> Sizes | None:
-        """Of the tables that it shares with others of its database; None: it has none."""
+        """The sizes of the tables, shared with other backends of the database; None: no tables."""
         return self.counts.sizes
 
     @property
     def memory(self) -> int | None:
-        """Bytes that its servers use for all that they keep; None: it has none, or is not told."""
+        """Bytes that its servers use for all their data; None: it has none, or cannot see that."""
         return self.counts.memory
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What somebody should know."""
+        """What an operator should know."""
         counters = self.counts.counters
         if counters is None or counters.number <= MANY_COUNTERS:
             return ()
@@ -127,7 +127,7 @@ class Statistics:
 
 
 def statistics(backend: str = "default") -> Statistics:
-    """Count what a backend keeps. It only reads.
+    """Count what a backend keeps. This only reads.
 
     Raises:
         InvalidLockBackend: There is no such backend.

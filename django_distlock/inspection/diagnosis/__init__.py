@@ -1,6 +1,6 @@
-"""What is wrong with the locks of a project: settings, stores, and what is in them.
+"""Finds what is wrong with the locks of a project: in settings, in stores, and in their data.
 
-What asks a store raises `LockError` where that does not answer, which is a finding.
+Functions that query a store raise `LockError` if it is unavailable, which becomes a finding.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = [
     "told",
 ]
 
-#: Locks, or waiters, of a backend that are looked at, at most.
+#: The most locks, and the most waiters, of a backend that are looked at.
 SCANNED: Final = 100_000
-#: Seconds that all of it takes at most: a server that hangs keeps nobody from the others.
+#: Seconds of a diagnosis at most, so that a server that hangs does not delay the others' results.
 PATIENCE: Final = 45.0
-#: The part of it that stores get, which are asked side by side. The system checks have the rest.
+#: The part of `PATIENCE` for stores, which are queried in parallel. System checks get the rest.
 FOR_STORES: Final = 2 / 3
 
-#: What every store is asked, in this order.
+#: What each store is examined for, in this order.
 _QUESTIONS: Final = (
     "store", "clock", "locking", "wake-ups", "connections", "locks", "orphan waiters", "pauses",
 )  # fmt: skip
@@ -60,7 +60,7 @@ class Diagnosis:
 
     Attributes:
         findings: Messages as of system checks, whose `obj` is a `Subject`; the worst first.
-        silenced: What the project does not want to hear of (`SILENCED_SYSTEM_CHECKS`).
+        silenced: Findings that the project has silenced (`SILENCED_SYSTEM_CHECKS`).
         looked_at: All that was looked at, by backend in the order of the settings; first what is
             about the project.
         silent: The backends whose stores did not answer.
@@ -90,14 +90,14 @@ def diagnose(
 ) -> Diagnosis:
     """Look for what is wrong, or soon will be. A store that is down is a finding.
 
-    Nothing is changed, but for a lock that is taken and given back at once where `writes` says so:
-    always of the same key, whose fence counter stays; and but for a mark that a Redis gets then, to
-    be known again. It opens connections, and takes a while.
+    With `writes`, a lock is acquired and immediately released: always of the same key, whose fence
+    counter stays. A Redis also gets a mark then, to be recognised again. Nothing else is changed.
+    The diagnosis opens connections, and takes a while.
 
     Args:
         backends: Aliases in `DISTLOCK`; None: all of them.
-        writes: Whether to take that lock.
-        limit: How many locks of a backend to look at, at least 1; as many waiters.
+        writes: Whether to acquire that lock, and to set that mark.
+        limit: The most locks, and the most waiters, of a backend to look at; at least 1.
 
     Raises:
         InvalidArgument: An argument breaks a rule.
@@ -133,11 +133,11 @@ def _chosen(backends: Collection[str] | None) -> tuple[str, ...]:
     except ImproperlyConfigured:
         if backends is not None:
             raise
-        return ()  # A system check says so.
+        return ()  # A system check reports it.
 
 
 def _heard(own: Notes, done: Future[None], until: float) -> Notes:
-    """Return what was noted about a store, once it is all, or until then (`time.monotonic`)."""
+    """Return the notes about a store when they are complete, or at `until` (`time.monotonic`)."""
     trouble: Exception | None = None
     is_late = False
     try:
@@ -147,7 +147,7 @@ def _heard(own: Notes, done: Future[None], until: float) -> Notes:
         trouble = BackendUnavailable(late, code="network_timeout")
     except Exception as error:  # noqa: BLE001 - one backend's trouble stops no other's
         trouble = error
-    # What is noted too late is noted for nobody.
+    # A copy, so that notes that come too late do not change it.
     notes = Notes(own.backend, list(own.looks), list(own.findings))
     if trouble is None:
         return notes
@@ -169,7 +169,7 @@ def _ask_and_scan(store: BaseLockBackend, notes: Notes, *, writes: bool, limit: 
         look_for_loss(store, notes, writes=writes)
         scan(store, notes, limit)
         return
-    # What is there may be read all the same, such as from a replica.
+    # The data may still be readable, for example from a replica.
     with suppress(LockError):
         scan(store, notes, limit)
 

@@ -20,7 +20,7 @@ from ...core import threads
 from ...database.connections import close_here
 from .findings import Mark, Notes, level_of
 
-#: What a store that does not answer is told of twice.
+#: Checks that report an unavailable store, which the diagnosis has already reported.
 _SILENCE: Final = ("distlock.W102", "distlock.W205", "distlock.W302")
 
 #: What checks look at, by kind of backend. The rest is about settings.
@@ -33,7 +33,7 @@ _TABLES: Final = {
     "persistence": "W105 W108",
     "database": "E103 W101 W110",
 }
-#: What is looked at once the migrations are applied.
+#: What is looked at only after the migrations are applied.
 _MIGRATED: Final = ("migrations", "functions and triggers", "indexes")
 _SESSIONS: Final = {"pooling": "E301 W301", "sessions": "W303"}
 _REDIS: Final = {
@@ -46,7 +46,7 @@ _REDIS: Final = {
 
 
 def begun(work: Callable[[], None], name: str) -> Future[None]:
-    """Begin some work that may hang in a thread of its own, with connections of its own."""
+    """Begin work that may hang, in its own thread with its own connections."""
 
     def work_and_close() -> None:
         try:
@@ -65,11 +65,11 @@ def run(
     everything: bool,
     patience: float,
 ) -> None:
-    """Run the system checks of this package, those of deployment too, and note what they say.
+    """Run the system checks of this package, those of deployment too, and note their messages.
 
     Args:
-        notes: What they say of each backend. Its store was asked before.
-        everything: Whether to look into all databases that the project writes to.
+        notes: The notes about each backend, to add to. Its store was queried before.
+        everything: Whether to query all databases that the project writes to.
     """
     databases = _databases(notes, stores, everything=everything)
     of: dict[str | None, list[checks.CheckMessage]] = {alias: [] for alias in (None, *notes)}
@@ -77,7 +77,7 @@ def run(
         named = message.obj.aliases if isinstance(message.obj, Subject) else ()
         aliases = [alias for alias in named if alias in notes]
         if named and not aliases:
-            continue  # Nobody asked about it.
+            continue  # It is about other backends only.
         if message.id in _SILENCE and any(notes[alias].is_silent for alias in aliases):
             continue
         if named:
@@ -91,7 +91,7 @@ def run(
 
 
 def _said(project: Notes, databases: list[str], patience: float) -> list[checks.CheckMessage]:
-    """Return what our checks say in that time; those of others may raise where a server is down."""
+    """Return what our checks report in time. Checks of others may raise if a server is down."""
     ours = {
         getattr(check, "__name__", "check"): check
         for check in registry.get_checks(include_deployment_checks=True)
@@ -130,7 +130,7 @@ def _note_areas(
     notes: Notes, store: BaseLockBackend, messages: Sequence[checks.CheckMessage]
 ) -> None:
     if notes.is_silent or any(each.id in _SILENCE for each in messages):
-        return  # Nothing is known of it.
+        return  # Nothing is known of this store.
     areas: dict[str, str] = {}
     if isinstance(store, FenceTable):
         areas = _TABLES if isinstance(store, DatabaseBackend) else _TABLES | _SESSIONS
@@ -152,7 +152,7 @@ def _number(message: checks.CheckMessage) -> str:
 
 
 def _note(notes: Notes, what: str, messages: Sequence[checks.CheckMessage]) -> None:
-    """Note what came of a look at what these messages are about."""
+    """Note the result of a look, by the messages about it."""
     loud = [each for each in messages if not each.is_silenced()]
     if loud:
         worst = max(loud, key=lambda each: each.level)
@@ -165,10 +165,10 @@ def _note(notes: Notes, what: str, messages: Sequence[checks.CheckMessage]) -> N
 def _databases(
     notes: Mapping[str, Notes], stores: Sequence[BaseLockBackend], *, everything: bool
 ) -> list[str]:
-    """Return the databases to look into, without those that are silent anyway."""
+    """Return the databases to query, without those that have already not answered."""
     tables = [store for store in stores if store.using]
     wanted = {store.using for store in tables}
     if everything:
-        # Rows that refuse stale fences may be anywhere.
+        # Rows that refuse stale fences may be in any database.
         wanted.update(filter(None, map(written_to, apps.get_models())))
     return sorted(wanted - {store.using for store in tables if notes[store.alias].is_silent})

@@ -1,4 +1,4 @@
-"""Whether Redis still has its data: a mark in it, and what a database remembers of that mark."""
+"""Detects whether Redis has lost its data, by a mark in it that a database remembers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("django_distlock")
 
 _WHAT: Final = "data"
-#: What comes of a database that remembers nothing.
+#: Errors of a database that cannot remember a mark.
 _UNTOLD: Final = (Error, ConnectionDoesNotExist, ImproperlyConfigured, LockUsageError)
 _LOST: Final = (
     "Keys that were held may be granted again, queued unique tasks may run a second time, and"
@@ -38,9 +38,9 @@ _LOST: Final = (
 
 
 def look_for_loss(store: BaseLockBackend, notes: Notes, *, writes: bool) -> None:
-    """Note whether a Redis has lost its data since it was looked at last.
+    """Note whether a Redis has lost its data since the last look at it.
 
-    The first look gives it a mark, where it may write.
+    The first look gives it a mark, if `writes` allows that.
     """
     if not is_redis(store):
         return
@@ -56,7 +56,7 @@ def look_for_loss(store: BaseLockBackend, notes: Notes, *, writes: bool) -> None
 
 
 def has_lost(store: BaseLockBackend) -> bool:
-    """Say whether a Redis has lost its data, as far as that can be told. It writes nothing."""
+    """Return whether a Redis has lost its data; False if that is not known. This writes nothing."""
     if not is_redis(store):
         return False
     found = store.data_mark()
@@ -68,7 +68,7 @@ def has_lost(store: BaseLockBackend) -> bool:
 
 
 def accept_loss(alias: str, actor: str) -> None:
-    """Remember the data that a Redis has now as its own, whatever it has lost before."""
+    """Accept the present data of a Redis as its own, whatever it has lost before."""
     store = lock_backends[alias]
     if not is_redis(store):
         raise LockUsageError(f"{alias!r} is not a Redis backend. Only Redis backends are marked.")
@@ -84,7 +84,7 @@ def accept_loss(alias: str, actor: str) -> None:
 def _compared(
     store: RedisBackend, found: tuple[int, datetime] | None, notes: Notes, *, writes: bool
 ) -> str:
-    """Return what was seen where nothing is wrong; "": there is a finding."""
+    """Return what was seen if nothing is wrong; "": there is a finding."""
     known = seen_at(_name(store))
     if known is None:
         if not writes:
@@ -110,5 +110,5 @@ def _compared(
 
 
 def _name(store: BaseLockBackend) -> str:
-    # A prefix may be longer than a key.
+    # Hashed, because a prefix may be longer than a key.
     return own_key(hashed_key("data-mark", f"{store.alias}:{store.key_prefix}"))

@@ -1,4 +1,4 @@
-"""What a diagnosis consists of: findings, which are messages as of system checks, and looks."""
+"""The parts of a diagnosis: findings, which are messages as of system checks, and looks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _PAGES: Final = {
     "runbooks/stuck-lock": "D005 D007 D021",
     "runbooks/too-many-waiters": "D002 D003",
 }
-#: Where to read on. What is not here: the page that the hint names, or that of all checks.
+#: The page about an id. If an id is not here: the page that the hint names, or that of all checks.
 ADDRESSES: Final = {
     f"distlock.{each}": page(name) for name, ids in _PAGES.items() for each in ids.split()
 }
 
 
 class Mark(enum.StrEnum):
-    """What came of looking at something."""
+    """The result of looking at something."""
 
     OK = "ok"
     INFO = "info"
@@ -46,7 +46,7 @@ class Mark(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """Something that was looked at, such as a "clock": what came of it, and what was seen."""
+    """Something that was looked at, such as a "clock": the result, and what was seen."""
 
     backend: str | None = None
     what: str
@@ -56,7 +56,7 @@ class Look:
 
 @dataclass(slots=True)
 class Notes:
-    """What is being written down about one backend, or about the project, which has no alias."""
+    """The notes about one backend, or about the project, which has no alias."""
 
     backend: str | None = None
     looks: list[Look] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Notes:
     is_silent: bool = False
 
     def look(self, what: str, text: str = "", mark: Mark = Mark.OK) -> None:
-        """Note what came of looking at something."""
+        """Note the result of looking at something."""
         self.looks.append(Look(backend=self.backend, what=what, mark=mark, text=text))
 
     def skip(self, what: str, text: str) -> None:
@@ -92,14 +92,14 @@ class Notes:
 
 
 def level_of(message: checks.CheckMessage) -> str:
-    """Return how bad it is. An error: locks are not taken, or not kept apart; else they may be."""
+    """Return how bad it is. Error: locks are not granted, or do not exclude; else: they may not."""
     if message.level >= checks.ERROR:
         return "error"
     return "warning" if message.level >= checks.WARNING else "info"
 
 
 def told(message: checks.CheckMessage) -> dict[str, Any]:
-    """Return a finding as JSON can carry it, with the page of the documentation to go on with."""
+    """Return a finding as JSON can carry it, with the page of the documentation about it."""
     about = message.obj if isinstance(message.obj, Subject) else Subject()
     return {
         "id": str(message.id),
@@ -113,6 +113,6 @@ def told(message: checks.CheckMessage) -> dict[str, Any]:
 
 
 def address(id: str, hint: str) -> str:  # noqa: A002 - see above
-    """Return the page of the documentation that goes on where a hint ends."""
+    """Return the page of the documentation that continues a hint."""
     named = [each for each in _PAGE.findall(hint) if each != _CHECKS]
     return ADDRESSES.get(id) or (named[0] if named else _CHECKS)

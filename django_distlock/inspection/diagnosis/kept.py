@@ -1,4 +1,4 @@
-"""What is in a store: locks, leases that nobody gave back, waiters, pauses. Only read."""
+"""Examines the data of a store: locks, expired leases, waiters, pauses. It only reads."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 #: Waiters of one key that are too many.
 MANY_WAITERS: Final = 100
-#: Seconds that a pause may still last.
+#: Seconds that are left of a pause that is too long.
 LONG_PAUSE: Final = 3600.0
-#: Keys of a Redis above which it is not walked through: a walk takes seconds then.
+#: Keys of a Redis above which it is not scanned: a scan takes seconds then.
 MANY_KEYS: Final = 5_000_000
 #: Locks, waiters, or keys of a Redis, of a page.
 PAGE: Final = 1000
-#: Keys that a finding names at most.
+#: The most keys that a finding names.
 NAMED: Final = 3
 #: Seconds after which no further locks of a backend are looked at, and no further waiters.
 LOCK_SECONDS: Final = 20.0
 WAITER_SECONDS: Final = 10.0
-#: Seconds by which a grant may lie ahead of the store's clock: that of a cluster is several.
+#: Seconds by which a grant may lie ahead of the store's clock: a cluster has several clocks.
 AHEAD: Final = 1.0
 
 
 def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
-    """Note what is wrong with what a store keeps; so many locks, and waiters, are looked at."""
+    """Note what is wrong with a store's data, in at most `limit` locks and `limit` waiters."""
     if is_redis(store):
         keys = sum(map(int, store.store.of_each_server("DBSIZE").values()))
         if keys > MANY_KEYS:
@@ -74,7 +74,7 @@ def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
 
 
 class _Trouble(NamedTuple):
-    """What is said of locks with which something is wrong."""
+    """A trouble of locks, and what is reported about it."""
 
     id: str
     what: str
@@ -129,26 +129,26 @@ _AHEAD: Final = _Trouble(
     "Their leases last longer than intended. Find out what set the clock.",
 )
 
-#: Nothing is wrong: they are counted.
+#: Nothing is wrong with these locks: they are only counted.
 _QUEUED: Final = _Trouble("", "locks", checks.DEBUG, "held by queued tasks", "")
 
 
 @dataclass(slots=True)
 class _Some:
-    """How many there are, and a few of them."""
+    """A number of keys, and the names of a few of them."""
 
     number: int = 0
     named: dict[str, str] = field(default_factory=dict)
 
     def add(self, key: str, about: str = "") -> None:
-        """Count one in."""
+        """Count a key."""
         self.number += 1
         if len(self.named) < NAMED:
             self.named[key] = about
 
     @property
     def keys(self) -> list[str]:
-        """The few."""
+        """The few keys that are named."""
         return list(self.named)
 
     def __str__(self) -> str:
@@ -190,9 +190,9 @@ def _note_locks(
 
 
 def _dead_or_not() -> Callable[[Holder], bool]:
-    """Return what says whether a holder was a process of this host, and is gone.
+    """Return a function that tells whether a holder was a process of this host that has ended.
 
-    Each process is looked for once. Not by its name: this command has the name that the settings
+    Each process is looked up once. Not by its name: this command has the name that the settings
     give to workers.
     """
     ours = current_holder().boot_id
@@ -210,7 +210,7 @@ def _dead_or_not() -> Callable[[Holder], bool]:
 
 
 def _whose(holder: Holder) -> str:
-    """Return where a holder runs, as far as the store tells."""
+    """Return where a holder runs, as far as the store reports it."""
     process = f"{holder.process}[{holder.pid}]" if holder.pid else holder.process
     return " on ".join(each for each in (process, holder.host) if each) or "somebody"
 
@@ -218,12 +218,12 @@ def _whose(holder: Holder) -> str:
 def _troubles(
     record: Record, fence: int | None, now: datetime, is_dead: Callable[[Holder], bool]
 ) -> Iterator[tuple[_Trouble, str]]:
-    """Yield what is to be said of a lock."""
+    """Yield the troubles of a lock, each with details."""
     holder, left = record.holder, record.free_at
     # A key that is kept after its run has no process, on purpose.
     if not record.is_settled:
         gone = is_dead(holder)
-        # A worker that ended may have left it to the retry of its task; else it ends soon.
+        # A worker that ended may have left the lock to the retry of its task; else it expires soon.
         if holder.is_queued or (gone and left and record.key.startswith(UNIQUE_PREFIX)):
             yield _QUEUED, ""
         elif gone and left:
@@ -239,9 +239,9 @@ def _troubles(
 
 
 def _note_over(store: DatabaseBackend, on: str, notes: Notes) -> None:
-    """Note leases that nobody gave back. Redis removes their records by itself."""
+    """Note leases that expired without a release. Redis removes their records by itself."""
     now = vendors.of(on).now()
-    # What is kept after its run has ended as it was to.
+    # A key that was kept after its run expires on purpose.
     rows = store._own_rows(HeldLock, on).filter(free_at__lte=now).exclude(free_at=F("expires_at"))
     some = _Some(number=rows.count())
     for row in rows.order_by("-free_at")[:NAMED]:
@@ -268,7 +268,7 @@ def _note_waiters(
     is_dead: Callable[[Holder], bool],
     late: int = 0,
 ) -> None:
-    """Note who waits: keys may come several times; `late` is how many notes have expired."""
+    """Note the waiters: keys may come several times; `late` is the number of expired records."""
     crowd: Counter[str] = Counter()
     dead: Counter[str] = Counter()
     cut, until = "", time.monotonic() + WAITER_SECONDS
@@ -306,7 +306,7 @@ def _note_waiters(
 
 
 def _waiting_in(store: DatabaseBackend, on: str) -> Iterator[tuple[str, list[Holder]]]:
-    """Yield waiters page by page: without a cursor, which no pooler keeps."""
+    """Yield waiters page by page, without a server's cursor, which no pooler keeps."""
     rows = store._own_rows(Waiter, on).filter(until__gt=vendors.of(on).now()).order_by("pk")
     prefix, last = len(store._namespace()), 0
     while found := list(rows.filter(pk__gt=last).values_list("pk", "storage_key", "holder")[:PAGE]):
@@ -315,7 +315,7 @@ def _waiting_in(store: DatabaseBackend, on: str) -> Iterator[tuple[str, list[Hol
 
 
 def _keys_with(store: RedisBackend, role: str) -> Iterator[str]:
-    """Yield the keys that something is kept of, such as `"waiters"`, each once."""
+    """Yield the keys for which something is kept, such as `"waiters"`, each key once."""
     ours = re.compile(r"\{.{22}\}:(.*)", re.DOTALL)
     known: set[str] = set()
     for _line, page in store.store.walk(store._at(role, ""), "*"):
@@ -347,7 +347,7 @@ def _note_pauses(store: BaseLockBackend, notes: Notes, limit: int) -> None:
 def _paused(
     store: BaseLockBackend, until: datetime, limit: int
 ) -> Iterator[tuple[str, datetime, str | None]]:
-    """Yield keys that are paused until then or later: until when, and who wanted it."""
+    """Yield keys that are paused until this time or later, with the pause's end and actor."""
     if isinstance(store, FenceTable):
 
         def look(on: str) -> list[tuple[str, datetime, str | None]]:

@@ -1,4 +1,4 @@
-"""How a store answers: whether, how fast, by which clock, and with how many connections."""
+"""Examines how a store answers: whether, how fast, by which clock, with how many connections."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .findings import Notes
 if TYPE_CHECKING:
     from ...backends.redis import RedisBackend
 
-#: The key that is taken and given back: always the same, because its fence counter stays.
+#: The key that is acquired and released: always the same, because its fence counter stays.
 KEY: Final = "distlock-doctor"
-#: Seconds after which it is free where this process died meanwhile.
+#: Seconds after which the key is free if this process dies meanwhile.
 TTL: Final = 10.0
 #: Round trips that are measured.
 TRIPS: Final = 5
-#: Seconds that a round trip takes at most where nothing is wrong.
+#: Seconds that a round trip takes at most if nothing is wrong.
 SLOW: Final = 0.1
 #: Seconds by which two clocks may differ.
 APART: Final = 1.0
@@ -76,7 +76,7 @@ FROM {schema}.GLOBAL_STATUS WHERE VARIABLE_NAME = 'Threads_connected'
 
 
 class Offset(NamedTuple):
-    """How far a store's clock is ahead of this host's, in seconds, and how sure that is."""
+    """How far a store's clock is ahead of this host's, with the uncertainty of that, in seconds."""
 
     seconds: float
     uncertainty: float
@@ -86,7 +86,7 @@ class Offset(NamedTuple):
 
 
 class Used(NamedTuple):
-    """Connections that are open, of those that may be."""
+    """The number of open connections, and the most that may be open."""
 
     of: str
     number: int
@@ -97,8 +97,8 @@ class Used(NamedTuple):
 
 
 def ask(store: BaseLockBackend, notes: Notes, *, writes: bool) -> bool:
-    """Note how a store answers; return whether locks can be taken, as far as that was tried."""
-    store.clock()  # It connects, which would count for a round trip.
+    """Note how a store answers; return whether locks can be acquired, as far as that was tried."""
+    store.clock()  # It connects, which must not count in the first round trip.
     trips = [_timed(store.clock) for _ in range(TRIPS)]
     _note_speed(notes, statistics.median(seconds for seconds, _answer in trips))
     _note_clocks(store, notes)
@@ -145,10 +145,10 @@ def _note_clocks(store: BaseLockBackend, notes: Notes) -> None:
     best: dict[str, Offset] = {}
     for _ in range(TRIPS):
         for server, offset in _offsets(store).items():
-            # The fastest answer tells most.
+            # The fastest answer is the most precise.
             if server not in best or offset.uncertainty < best[server].uncertainty:
                 best[server] = offset
-    # Named where there are several.
+    # Servers are named only if there are several.
     shown = {f"{server}: " if len(best) > 1 else "": offset for server, offset in best.items()}
     wrong = {
         server: offset
@@ -170,7 +170,7 @@ def _note_clocks(store: BaseLockBackend, notes: Notes) -> None:
 def _offsets(store: BaseLockBackend) -> Mapping[str, Offset]:
     before = host_clock()
     seconds, clocks = _timed(store._clocks)
-    # They were read at some time in between.
+    # The clocks were read at some time in between.
     middle = before + timedelta(seconds=seconds / 2)
     return {
         name: Offset((clock - middle).total_seconds(), seconds / 2)
@@ -183,14 +183,14 @@ def _listed(offsets: Mapping[str, Offset]) -> str:
 
 
 def _note_writing(store: BaseLockBackend, notes: Notes, *, writes: bool) -> bool:
-    """Take a lock and give it back; return whether that worked, or was not tried."""
+    """Acquire a lock and release it; return whether that worked, or was not tried."""
     if not writes:
         notes.skip("locking", "not tried")
         return True
     try:
         seconds, text = _timed(lambda: _locked(store))
     except LockError as error:
-        # It has told its clock, so it is there: a replica, or a user who may only read.
+        # The store has reported its clock, so it runs: a replica, or a user who may only read.
         text = f"answers, but no lock can be acquired: {error}"
         notes.find("D011", "locking", text, remedy(error), level=checks.ERROR)
         return False
@@ -204,7 +204,7 @@ def _locked(store: BaseLockBackend) -> str:
     answer = store.acquire(KEY, new_token(), ttl, current_holder())
     if isinstance(answer, Contended):
         if answer.is_unclear:
-            # Not another doctor, but what is in the way of every lock, such as a locked table.
+            # No other doctor holds the key. Something blocks every lock, such as a locked table.
             raise unclear(store, KEY, store.monotonic() - asked_at)
         return f"answers; the key {KEY!r} is held, so no lock was acquired for this test"
     store.release(answer)
@@ -238,7 +238,7 @@ def _note_wake_ups(store: BaseLockBackend, notes: Notes) -> None:
 
 def _note_connections(store: BaseLockBackend, notes: Notes) -> None:
     found: list[Used] = []
-    # A store that does not tell is no finding.
+    # A store that does not report its connections is no finding.
     with suppress(LockError):
         if is_redis(store):
             found = list(_of_redis(store))
