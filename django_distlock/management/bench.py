@@ -1,4 +1,4 @@
-"""The bench: what locks cost on the project's own store."""
+"""The bench: measures the time that locks take on the project's own store."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ..locks.lock import Lock, distlock
 
 PARTS = ("pair", "handoff")
 
-#: Held for as long as the bench runs: there is one of a backend at a time.
+#: The key that is held while the bench runs, so that one runs at a time on a backend.
 RUN = "distlock-bench"
-#: As few as these, and the same ones in each run: each keeps a fence counter.
+#: Only these keys, and the same in each run, because each keeps a fence counter.
 PAIR, HAND_OFF = f"{RUN}:pair", f"{RUN}:hand-off"
-#: Seconds that a key is held at most, were its holder killed.
+#: Seconds that a key is held at most, if its holder is killed.
 _TTL = 10.0
-#: Seconds to wait for a key: what a killed bench has left is free by then.
+#: Seconds to wait for a key: the keys of a killed bench are free by then.
 _PATIENCE = 12.0
 
 #: Pairs before the first one that counts: they open connections and fill caches.
 _WARMING = 5
-#: Seconds between two looks whether somebody waits, and how long to look.
+#: Seconds between two looks for the waiter, and how long to look.
 _LOOK_SECONDS, _SEEN_SECONDS = 0.005, 0.5
-#: Seconds from when somebody waits to the release: as different as real work is. Who polls is met
-#: at any place of the pause between two questions, which grows; whoever is woken, at none.
+#: Seconds from the beginning of a wait to the release, at random as in real work. With polling, the
+#: release may come at any point of the growing pause between two queries; wake-ups have no pause.
 _SHORTEST, _LONGEST, _LONGEST_POLLED = 0.02, 0.06, 0.6
-#: Below so many operations, the slowest one in twenty or in a hundred says nothing.
+#: With fewer operations, the slowest one in twenty or in a hundred means nothing.
 _FOR_P95, _FOR_P99 = 20, 100
 
 
@@ -53,7 +53,7 @@ class Plan:
     rounds: int | None
 
     def within(self, seconds: float) -> Iterator[int]:
-        """Count rounds until that time is over, from the first one on, which always comes."""
+        """Count rounds until these seconds have passed; there is always a first one."""
         number, until = 0, time.monotonic() + seconds
         while number == 0 or (
             time.monotonic() < until and (self.rounds is None or number < self.rounds)
@@ -67,8 +67,8 @@ class Times:
     """How long an operation took, in seconds.
 
     Attributes:
-        p95: What 95 of 100 did not exceed; None: it was done too seldom to tell.
-        p99: The same of 99.
+        p95: The time that 95 of 100 did not exceed; None: there were too few operations to tell.
+        p99: The same for 99.
     """
 
     count: int
@@ -78,7 +78,7 @@ class Times:
 
     @staticmethod
     def of(taken: Sequence[int]) -> Times:
-        """Return the figures of single operations, of at least one, in nanoseconds each."""
+        """Return the figures of at least one operation, from the nanoseconds of each."""
         seconds = [each / 1e9 for each in taken]
         cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(taken) > 1 else []
         return Times(
@@ -91,7 +91,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair(Times):
-    """A block that nobody else wants, and its two parts."""
+    """The times of a block without contention, and of its two parts."""
 
     acquire: Times
     release: Times
@@ -99,7 +99,7 @@ class Pair(Times):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(Document):
-    """What was found about a backend; None: that was not asked for. `woken`: it wakes who waits."""
+    """The results of a backend; None: not requested. `woken`: whether the store wakes waiters."""
 
     backend: str
     woken: bool
@@ -165,7 +165,7 @@ class Bench:
             return time.perf_counter_ns()
 
     def _pause(self) -> None:
-        """Let it wait for a while."""
+        """Let the other thread wait for a while."""
         if not self._store.supports_wakeups:
             time.sleep(random.uniform(_SHORTEST, _LONGEST_POLLED))  # noqa: S311 - no secret
             return

@@ -1,4 +1,4 @@
-"""Lock tables for a database that has none yet: our own migrations, one process at a time."""
+"""Creates missing lock tables in a database: by our own migrations, one process at a time."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from ..models import HeldLock
 logger = logging.getLogger("django_distlock")
 
 APP = "django_distlock"
-#: Seconds between two attempts to be the one who migrates. It takes about one.
+#: Seconds between two attempts to become the process that migrates. Migrations take about one.
 PAUSE = 0.1
 #: Seconds to wait on SQLite for readers, after the migrations.
 _FOR_READERS = 20
 
 
 class _Taken(Exception):
-    """Somebody else is migrating."""
+    """Another process is migrating."""
 
 
 def ensure_tables(using: str, wait: float | None) -> None:
     """Apply those of our own migrations that a database lacks, and no others.
 
-    Whoever wants to do so at the same time waits for the database's own lock, and finds it done.
-    No signals are sent, and nothing is asked of other apps: their `migrate` comes later.
+    Other processes that want the same wait for the database's own lock, and find the tables made.
+    No signals are sent, and other apps are not touched: their `migrate` comes later.
 
     Args:
-        wait: Seconds to wait for others, and for the database; None: for ever.
+        wait: Seconds to wait for other processes, and for the database; None: for ever.
 
     Raises:
-        LockNotAcquired: Others were at it all the time.
+        LockNotAcquired: Other processes were migrating all the time.
         BackendUnavailable: The database is unavailable.
         LockError: The migrations failed, and there are no lock tables.
     """
@@ -82,7 +82,7 @@ def ensure_tables(using: str, wait: float | None) -> None:
 
 
 def _migrations() -> list[Migration]:
-    """Return our own migrations in their order; those of a project may be many, or broken."""
+    """Return our own migrations in order. Those of the project may be many, or broken."""
     package, _is_explicit = MigrationLoader.migrations_module(APP)
     if package is None:
         return []
@@ -96,7 +96,7 @@ def _pending(using: str) -> bool:
 
 
 def _migrate(using: str) -> None:
-    """Apply what is pending, by now: others may have done it before us."""
+    """Apply pending migrations. Look again which: another process may have applied some."""
     connection = connections[using]
     recorder = MigrationRecorder(connection)
     applied = recorder.applied_migrations()
@@ -111,11 +111,11 @@ def _migrate(using: str) -> None:
 
 
 def _passing(using: str, error: Error) -> str | None:
-    """Return the code of an error that may pass; None: it will not."""
+    """Return the code of an error that may pass; None: the error will not."""
     vendor = vendors.of(using)
     code = "network_timeout" if vendor.is_busy(error) else vendor.unavailable_code(error)
     if code == "auth_failed":
-        # Waiting grants no right. A login may be made while the server starts.
+        # To wait grants no rights. But a login may be created while the server starts.
         with suppress(Error):
             connections[using].ensure_connection()
             return None
@@ -123,7 +123,7 @@ def _passing(using: str, error: Error) -> str | None:
 
 
 def _refuse_unless_made(using: str, error: Error) -> None:
-    """Continue where somebody else made the tables, and Django has not been told; or refuse."""
+    """Continue if the tables exist without Django's record of the migrations; or else refuse."""
     needed = {table(name) for name in ("locks", "fences", "events")}
     if not needed <= {*connections[using].introspection.table_names()}:
         raise LockError(f"The lock tables cannot be created in {using!r}: {error}") from error
@@ -135,8 +135,8 @@ def _refuse_unless_made(using: str, error: Error) -> None:
 
 @contextmanager
 def _alone_on_postgresql(using: str) -> Iterator[None]:
-    # For a transaction and not for a session: behind a pooler the next statement of a session may
-    # reach another one.
+    # A lock of the transaction and not of the session: behind a pooler, the next statement of a
+    # session may reach another session.
     with transaction.atomic(using=using):
         lock = advisory_id("django_distlock:migrations", table("locks"))
         if rows_of(using, "SELECT pg_try_advisory_xact_lock(%s)", lock) != [(True,)]:
@@ -146,24 +146,24 @@ def _alone_on_postgresql(using: str) -> Iterator[None]:
 
 @contextmanager
 def _alone_on_mysql(using: str) -> Iterator[None]:
-    # Such names are the server's, not the database's.
+    # These names are unique to the server, not to the database.
     name = f"{connections[using].settings_dict['NAME']}.{table('locks')}"
     if rows_of(using, "SELECT GET_LOCK(%s, 0)", f"django_distlock:{key_hash(name)}") != [(1,)]:
         raise _Taken
     try:
         yield
     finally:
-        # The lock is the session's.
+        # The lock ends with the session.
         connections[using].close()
 
 
 @contextmanager
 def _alone_on_sqlite(using: str) -> Iterator[None]:
     connection: Any = connections[using]
-    # Inside of a transaction it is too late, and the schema editor insists.
+    # The schema editor requires it, and inside of a transaction it has no effect.
     connection.disable_constraint_checking()
     rows_of(using, f"PRAGMA busy_timeout = {int(PAUSE * 1000)}")
-    # The one writer is who migrates, in one transaction.
+    # SQLite has one writer: that process migrates, in one transaction.
     connection.transaction_mode = "IMMEDIATE"
     try:
         with ExitStack() as stack:
@@ -176,7 +176,7 @@ def _alone_on_sqlite(using: str) -> Iterator[None]:
             rows_of(using, f"PRAGMA busy_timeout = {_FOR_READERS * 1000}")
             yield
     finally:
-        # The next connection is as the settings say.
+        # The next connection has its settings again.
         connection.close()
 
 

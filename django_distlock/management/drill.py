@@ -1,4 +1,4 @@
-"""The drill: a holder is stopped past the end of its lease, and its late write is refused."""
+"""The drill: suspends a holder past the end of its lease, and shows that its write is refused."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .leash import send
 from .targets import leave_nothing, target_of
 
 COMMAND = "distlock_drill"
-#: Seconds that its lease lives without a sign of life.
+#: Seconds that the holder's lease lives without a renewal.
 TTL = 2.0
-#: What its lines start with: settings may print, too.
+#: The start of the other process's lines: settings may print lines, too.
 _MARK = f"{COMMAND}: "
 #: No drill takes longer than this, in seconds; most take five.
 LIMIT = 60.0
@@ -35,7 +35,7 @@ LIMIT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a process did, when (seconds since the beginning), and under which fence."""
+    """What a process did, when (in seconds since the beginning), and under which fence."""
 
     at: float
     process: str
@@ -45,7 +45,7 @@ class Step:
 
 
 def refuse_impossible(store: BaseLockBackend) -> None:
-    """Refuse a backend on which there is nothing to see, before any process is started."""
+    """Refuse a backend on which no drill is possible, before any process is started."""
     if not hasattr(signal, "SIGSTOP"):
         raise LockUsageError("This operating system cannot suspend and resume a process.")
     if not store.supports_ttl:
@@ -62,10 +62,10 @@ def refuse_impossible(store: BaseLockBackend) -> None:
 
 
 class Drill:
-    """One drill, on a key of its own, with the steps that it has come to.
+    """One drill, on a key of its own, with its steps so far.
 
     Attributes:
-        promises: What locks promise, and whether it was so.
+        promises: The promises of locks, and whether each was kept.
     """
 
     def __init__(self, store: BaseLockBackend, key: str, on_step: Callable[[Step], object]):
@@ -79,7 +79,7 @@ class Drill:
 
     @property
     def refused_by(self) -> str:
-        """What is written to."""
+        """The name of the target of the writes."""
         return self._target.name
 
     def as_json(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Drill:
         }
 
     def run(self) -> None:
-        """Let it happen. What it leaves is the fence counter of its key, and events."""
+        """Run the drill. It leaves only the fence counter of its key, and events."""
         with ExitStack() as stack:
             stack.callback(leave_nothing, self._store, self._key, self._target)
             late = stack.enter_context(Late(self._store.alias, self._key, LIMIT))
@@ -115,7 +115,7 @@ class Drill:
             self._judge(lease, said)
 
     def _take_over(self, late: Late, stack: ExitStack) -> Lease | None:
-        """Wait for the end of its lease, and take the lock."""
+        """Wait until the lease of `late` has expired, and acquire the lock."""
         before = self._store.read(self._key)
         if before is not None:
             self._ours(
@@ -148,7 +148,7 @@ class Drill:
         self.promises["the new holder writes"] = is_written
 
     def _judge(self, lease: Lease, said: dict[str, Any]) -> None:
-        """Look at what has become of the late write, and of both leases."""
+        """Judge the late write, and both leases."""
         stands = self._target.fence() == lease.fence
         record = self._store.read(self._key)
         held = record is not None and record.fence == lease.fence and not lease.is_lost
@@ -171,12 +171,12 @@ class Drill:
 
 
 def _is_behind(lease: Lease, before: Record | None) -> bool:
-    """Whether a lease began when the one before, as it was seen, was over; by the store's clock."""
+    """Whether a lease began after the previous one, as read, had ended; by the store's clock."""
     return before is None or before.free_at is None or before.free_at <= lease.acquired_at
 
 
 class Stuck(Exception):
-    """The other process did not do what it was to do; `status`: its end, None: it was ended."""
+    """The other process failed in its part; `status`: its exit status, None: it was killed."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -187,8 +187,8 @@ class Other:
     """Another process that runs this command. Leaving its block ends it, as do `limit` seconds."""
 
     def __init__(self, arguments: Sequence[str], limit: float):
-        # A group apart from the terminal's: Ctrl-C is for us, who then end it. And if we end first,
-        # even by SIGKILL, its input ends, or the kernel hangs up on it where it is stopped.
+        # A group apart from the terminal's: Ctrl-C reaches only us, and we end the process. If we
+        # end first, even by SIGKILL, its input ends; if it is stopped, the kernel sends it SIGHUP.
         self._process = subprocess.Popen(  # noqa: S603 - our own command
             [*_program(), COMMAND, *arguments],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(each or "." for each in sys.path)},
@@ -213,38 +213,38 @@ class Other:
 
     def send(self, signum: int) -> None:
         """Send it a signal, unless it has ended."""
-        # Not by `Popen`: what raises amid its `send_signal`, as Ctrl-C does, may leave its lock
-        # taken, and then nobody can wait for the process any more.
+        # Not by `Popen`: an exception during its `send_signal`, such as Ctrl-C, may leave its lock
+        # acquired, and then no thread can wait for the process any more.
         if self._process.returncode is None:
             send(self.pid, signum)
 
     def said(self) -> Iterator[dict[str, Any]]:
-        """Yield what it says, until it ends. What a killed one has half said is left out."""
+        """Yield the reports of the process, until it ends. Skip a half line that a kill has left."""
         assert self._process.stdout  # noqa: S101 - asked for
         for line in self._process.stdout:
             if line.startswith(_MARK) and line.endswith("\n"):
                 yield json.loads(line.removeprefix(_MARK))
 
     def let_go(self) -> None:
-        """End its input."""
+        """End the input of the process."""
         assert self._process.stdin  # noqa: S101 - asked for
         with suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def wait(self) -> int:
-        """Return what it has ended with; below 0: the signal."""
+        """Wait for the process's end; return its exit status; below 0: the signal."""
         return self._process.wait()
 
 
 class Late(Other):
-    """A process that takes a lock, and writes under its fence when it is told to."""
+    """A process that acquires a lock, and writes under its fence when it is told to."""
 
     def __init__(self, alias: str, key: str, limit: float):
         self.fence: int | None = None
         super().__init__(["--backend", alias, "--late", key], limit)
 
     def wait_for(self, *steps: str) -> dict[str, Any]:
-        """Return what it says when it has come to one of these steps; `Stuck`: it ended before."""
+        """Return the report of the first of these steps; `Stuck`: the process ended before."""
         for said in self.said():
             if said["step"] in steps:
                 self.fence = said["fence"]
@@ -257,12 +257,12 @@ class Late(Other):
         )
 
     def stop(self) -> None:
-        """Let it stand still, with all of its threads."""
+        """Suspend the process with all of its threads, and wait until it is suspended."""
         self.send(signal.SIGSTOP)
         os.waitpid(self.pid, os.WUNTRACED)
 
     def go_on(self) -> None:
-        """Let it write, the moment that it goes on."""
+        """Let the process continue, and write as soon as it does."""
         assert self._process.stdin  # noqa: S101 - asked for
         with suppress(BrokenPipeError):
             self._process.stdin.write("write\n")
@@ -271,7 +271,7 @@ class Late(Other):
 
 
 def _program() -> list[str]:
-    """Return what starts the project's commands: `manage.py`, where this process is one."""
+    """Return how to start the project's commands: by `manage.py`, if this process was."""
     by_path = getattr(sys.modules["__main__"], "__spec__", None) is None
     if by_path and sys.argv[1:2] == [COMMAND] and Path(sys.argv[0]).is_file():
         return [sys.executable, sys.argv[0]]
@@ -279,22 +279,22 @@ def _program() -> list[str]:
 
 
 def line_of(**said: Any) -> str:
-    """Return the line by which the other process says something: see `Other.said`."""
+    """Return a line with a report of the other process: see `Other.said`."""
     return _MARK + json.dumps(said)
 
 
 def be_late(alias: str, key: str, write: Callable[[str], object]) -> None:
-    """Be that process: take the lock, and write when told to, without a look at the lease."""
+    """Run as the late process: acquire the lock, and write when told to, without a check."""
 
     def say(step: str, fence: int, **more: Any) -> None:
         write(line_of(step=step, fence=fence, **more))
 
     target = target_of(lock_backends[alias], key)
-    # It is lost in the middle: that is what this is about.
+    # The drill makes the block lose its lease.
     with suppress(LockLost), distlock(key, ttl=TTL, wait=0, backend=alias) as lease:
         say("holding", lease.fence)
         if not sys.stdin.readline():
-            return  # Whoever started us is gone.
+            return  # The process that started us has ended.
         try:
             target.write(lease)
         except FenceRejected as error:

@@ -1,7 +1,7 @@
-"""The long drill: processes that lock and write are killed and stopped, and their reports judged.
+"""The long drill: kills and suspends processes that lock and write, and judges their reports.
 
-All of them run on one host, whose clock counts the same seconds for each: what one did before or
-after another is known without the store.
+All processes run on one host and share its clock, so their order in time is known without the
+store.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from .targets import RedisTarget, TableTarget, leave_nothing, target_of
 
 #: Fewer keys than processes: some of them wait.
 KEYS, PROCESSES = 2, 4
-#: What becomes of a process.
+#: What happens to a process.
 FAULTS = ("killed", "suspended")
 #: Seconds that a holder works at most, and that a process waits for a key.
 _WORK, _WAIT = 0.1, 5.0
 #: Seconds between two faults.
 _CALM = (0.5, 2.0)
-#: Seconds after the ttl that a process stands still: the grace of a second, and what lets
-#: somebody else write before it goes on.
+#: Seconds after the ttl that a process is suspended: the grace of a second, and time for another
+#: process to write before it continues.
 _OVERDUE = (1.5, 3.0)
 #: Seconds between two looks whether a process has begun.
 _LOOK = 0.05
-#: Seconds by which a drill is longer whose faults have not met all they are to meet.
+#: Seconds by which a drill is longer at most, if not each fault and a stale write have occurred.
 _LONGER = 60.0
-#: Seconds in which a key is free again when nobody uses it any more, and a process ends.
+#: Seconds in which an unused key becomes free again, and in which a process ends.
 _SOON = TTL + 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one holder reports of one lease. Times are those of `core.clock.monotonic`.
+    """What a holder reports about a lease. Times are those of `core.clock.monotonic`.
 
     Attributes:
-        granted: When it had been granted the key.
-        held: The last time at which its deadline had not passed.
-        wrote: When its write began, and when it had been accepted; None: it was refused, or did
-            not happen.
+        granted: When the holder had been granted the key.
+        held: The last time at which the lease's deadline had not passed.
+        wrote: When the write began, and when it had been accepted; None: the write was refused, or
+            did not happen.
     """
 
     key: str
@@ -72,8 +72,8 @@ class Turn:
 def violations(turns: Iterable[Turn]) -> list[str]:
     """Return what broke a promise, in turns of any order.
 
-    At most one holder at a time, within their deadlines; fences grow; no write is accepted after
-    one with a higher fence.
+    The promises: at most one holder at a time, within the deadlines; fences grow; no write is
+    accepted after one with a higher fence.
     """
     found = []
     by_key: dict[str, list[Turn]] = {}
@@ -86,7 +86,7 @@ def violations(turns: Iterable[Turn]) -> list[str]:
             for one, next_one in pairwise(those)
             if one.fence == next_one.fence
         ]
-        # Of all with a higher fence: when the first one was granted, and the first write accepted.
+        # Of all turns with a higher fence: the times of the first grant and first accepted write.
         granted = written = math.inf
         for each in reversed(those):
             if each.held > granted:
@@ -105,7 +105,7 @@ def violations(turns: Iterable[Turn]) -> list[str]:
 
 
 class Toiler(Other):
-    """A process that locks and writes, over and over, and reports: see `toil`."""
+    """A process that locks and writes repeatedly, and reports: see `toil`."""
 
     def __init__(self, alias: str, prefix: str, seed: int, limit: float):
         self.turns: list[Turn] = []
@@ -117,23 +117,23 @@ class Toiler(Other):
 
     @property
     def holds(self) -> bool:
-        """Whether it has a key, as far as it has said."""
+        """Whether the process holds a key, according to its last report."""
         return self._last == "granted"
 
     def finish(self) -> bool:
-        """Let it end its turn; return whether it has ended soon."""
+        """Let the process end after its turn; return whether it has ended soon enough."""
         self.let_go()
         self._reader.join(_SOON)
         return not self._reader.is_alive()
 
     def kill(self) -> None:
-        """Kill it, and keep nothing of it but its reports: a long drill kills thousands."""
+        """Kill the process, and keep only its reports: a long drill kills thousands."""
         self.send(signal.SIGKILL)
         self._reader.join()
         self.__exit__()
 
     def raise_if_ended(self) -> None:
-        """Raise `Stuck` if it has ended by itself."""
+        """Raise `Stuck` if the process has ended by itself."""
         if not self._reader.is_alive():
             status = self.wait()
             raise Stuck(f"Process {self.pid} ended by itself (exit status {status}).", status)
@@ -154,8 +154,8 @@ class Endurance:
     """One long drill, on keys of its own.
 
     Args:
-        seconds: How long faults happen, once all processes work; up to a minute longer, until each
-            of them has happened, and a stale write was refused.
+        seconds: How long faults happen, after all processes have begun to work; up to a minute
+            longer, until each fault has happened, and a stale write was refused.
         seed: Of the random choices. The timing of the processes is not repeated.
         on_fault: Called with each fault, in words.
     """
@@ -179,7 +179,7 @@ class Endurance:
         self._targets = _targets(store, prefix)
 
     def run(self) -> None:
-        """Let it happen. What it leaves are the fence counters of its keys, and events."""
+        """Run the drill. It leaves only the fence counters of its keys, and events."""
         with ExitStack() as stack:
             for key, target in self._targets.items():
                 stack.callback(leave_nothing, self._store, key, target)
@@ -228,8 +228,8 @@ class Endurance:
             "operations": {name: steps[name] for name in names},
             "faults": {name: self._faults[name] for name in FAULTS},
             "violations": self._found,
-            # Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", 1983: what
-            # never happened in n turns is with 95 % rarer than three in n.
+            # Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", 1983: with
+            # 95 % confidence, what never happened in n turns is rarer than three in n.
             "bound": None if self._found or not steps["granted"] else 3 / steps["granted"],
             "valid": is_valid,
             "passed": is_valid and not self._found,
@@ -239,7 +239,7 @@ class Endurance:
         return sum((each.steps for each in self._toilers), Counter[str]())
 
     def _has_met_all(self) -> bool:
-        """Whether there was each fault, and a stale write: without them nothing is proven."""
+        """Whether each fault and a stale write have occurred. Otherwise nothing is proven."""
         return all(self._faults[each] for each in FAULTS) and bool(self._steps()["refused"])
 
     def _start(self, stack: ExitStack) -> Toiler:
@@ -250,9 +250,9 @@ class Endurance:
         return made
 
     def _disturb(self, at_work: Sequence[Toiler], stack: ExitStack) -> list[Toiler]:
-        """Kill one process, or let it stand still past its deadline; return who is at work."""
+        """Kill a process, or suspend it past its deadline; return the processes at work."""
         if not self._next:
-            # Both of them soon, in random order.
+            # Both faults within two disturbances, in random order.
             self._next = self._chance.sample(FAULTS, len(FAULTS))
         fault = self._next.pop()
         # On a busy machine, processes that are killed while they begin would never lock anything.
@@ -281,7 +281,7 @@ class Endurance:
 
 
 def _wait_for(those: Iterable[Toiler]) -> None:
-    """Wait until processes have begun to work, as far as they have said; see `raise_if_ended`."""
+    """Wait until processes have reported the beginning of their work; see `raise_if_ended`."""
     for each in those:
         while not each.steps:
             each.raise_if_ended()
@@ -289,7 +289,7 @@ def _wait_for(those: Iterable[Toiler]) -> None:
 
 
 def toil(alias: str, prefix: str, seed: int, write: Callable[[str], object]) -> None:
-    """Be a process of the drill: lock and write, over and over, until standard input ends."""
+    """Run as a process of the drill: lock and write repeatedly, until standard input ends."""
     chance, over = random.Random(seed), threading.Event()  # noqa: S311 - choices of a drill
 
     def listen() -> None:

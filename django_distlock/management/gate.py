@@ -1,7 +1,7 @@
-"""Becomes a program when it is told to: run as a script, without any package.
+"""Waits for a word, then becomes a program: run as a script, without any package.
 
 A program that runs before its leash knows of it would survive a kill of `distlock_run`. So this
-runs in its place, with its process number, and waits. It ends if nobody is left to tell it.
+script runs first, with the program's process number, and waits. It ends if `distlock_run` does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def main(told: str, failed: str, keeps_locale: str, path: str, *command: str) ->
 
     Args:
         told: The descriptor of a pipe that brings a word.
-        failed: Of one that takes the number of the error, if the system cannot run the program.
-        keeps_locale: "1": LC_CTYPE is the program's; "0": this Python has set it, for itself.
+        failed: That of a pipe for the number of the error, if the system cannot run the program.
+        keeps_locale: "1": LC_CTYPE is for the program; "0": this Python has set it for itself.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -27,7 +27,7 @@ def main(told: str, failed: str, keeps_locale: str, path: str, *command: str) ->
     os.set_inheritable(int(failed), False)
     if keeps_locale == "0":
         os.environ.pop("LC_CTYPE", None)
-    # Ignored by Python alone.
+    # Python ignores these signals for itself only.
     for name in ("SIGPIPE", "SIGXFSZ"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)

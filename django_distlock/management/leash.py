@@ -1,8 +1,8 @@
-"""Ends a program whose keeper was killed: run as a script, without any package.
+"""Ends a program after `distlock_run` was killed: run as a script, without any package.
 
-A program that goes on while nobody renews its lease would soon not be the only one. What kills
-`distlock_run` leaves it no time to see to that, so another process does: it reads from a pipe, and
-the pipe ends with whoever holds the other end.
+A program that continues while its lease is not renewed would soon not be the only one. A killed
+`distlock_run` cannot end the program itself, so another process does: it reads from a pipe, which
+ends when `distlock_run` does.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _OVER = "over"
 
 
 class Leash:
-    """Ends a program should this process end first: by TERM and, `grace` seconds later, by KILL."""
+    """Ends a program if this process ends first: by TERM and, `grace` seconds later, by KILL."""
 
     def __init__(self, grace: float):
-        # Not reached by what is sent to this process's group, or typed at its terminal.
+        # A new session: signals to this process's group, or typed at its terminal, do not reach it.
         self._process = subprocess.Popen(  # noqa: S603 - this file
             [sys.executable, "-I", "-S", *script("leash.py"), str(grace)],
             stdin=subprocess.PIPE,
@@ -34,25 +34,25 @@ class Leash:
         )
 
     def take(self, address: int) -> None:
-        """Begin to watch over a program: see `end`."""
+        """Begin to watch a program: see `end`."""
         self._write(f"{address}\n")
 
     def let_off(self) -> None:
-        """Watch over nothing: the program has ended, or never ran."""
+        """Watch nothing any more: the program has ended, or never ran."""
         self._write(f"{_OVER}\n")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Else it ends what it has taken: nobody waits for the program any more.
+        # After an error, let it end the program, because nothing waits for the program any more.
         if kind is None:
             self.let_off()
         with suppress(OSError):
             self._process.communicate()
 
     def _write(self, line: str) -> None:
-        # Somebody may have killed it, and the program needs it only where we are killed as well.
+        # The leash may have been killed, and the program needs it only if we are killed as well.
         with suppress(OSError):
             assert self._process.stdin  # noqa: S101 - it is a pipe
             self._process.stdin.write(line)
@@ -60,11 +60,11 @@ class Leash:
 
 
 def script(name: str) -> list[str]:
-    """Return what tells an interpreter to run a file of this folder."""
+    """Return the arguments with which an interpreter runs a file of this folder."""
     path = Path(__file__).with_name(name)
     if path.is_file():
         return [str(path)]
-    # In a zip it is no file.
+    # Inside a zip, it is not a file.
     source = get_data(__package__, name)
     if source is None:
         raise FileNotFoundError(f"{name} cannot be read from where the package is imported.")
@@ -72,9 +72,9 @@ def script(name: str) -> list[str]:
 
 
 def send(address: int, signum: int) -> bool:
-    """Send a signal to a process or, by its negative number, to a group; return whether it is.
+    """Send a signal to a process or, by its negative number, to a group; return whether it exists.
 
-    What runs as another user is there, and not to be reached.
+    A process of another user exists, but cannot be reached.
     """
     try:
         os.kill(address, signum)
@@ -86,10 +86,10 @@ def send(address: int, signum: int) -> bool:
 
 
 def end(address: int, grace: float) -> None:
-    """Send TERM to a process or a group; after `grace` seconds KILL, if it is still there."""
+    """Send TERM to a process or a group; after `grace` seconds KILL, if it still exists."""
     if not send(address, signal.SIGTERM):
         return
-    # What is stopped gets TERM when it goes on.
+    # A stopped process gets TERM only when it continues.
     send(address, getattr(signal, "SIGCONT", 0))
     until = time.monotonic() + grace
     while time.monotonic() < until:
@@ -100,14 +100,14 @@ def end(address: int, grace: float) -> None:
 
 
 def main(grace: str) -> None:
-    """Be the other process."""
+    """Run as the other process."""
     for name in ("SIGTERM", "SIGINT", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     said = sys.stdin.read().split()
     if said and _OVER not in said:
         end(int(said[0]), float(grace))
-        # After the end: whoever read standard error may have been killed with distlock_run.
+        # After the end: the reader of standard error may have been killed with distlock_run.
         print("distlock_run was killed: its program was stopped.", file=sys.stderr)  # noqa: T201
 
 

@@ -46,17 +46,17 @@ class LockedCommand(BaseCommand):
     it runs, `self.lease` is the lease of the block around it.
 
     Attributes:
-        lock_key: What is locked: a template over the command's options. "": the command's name.
+        lock_key: The key: a template over the command's options. "": the command's name.
         lock_ttl: Seconds (or a `timedelta`), as `ttl` of `distlock()`.
         lock_wait: Seconds (or a `timedelta`) to wait for another run; 0: not at all; None: for
             ever. `--lock-wait` overrides it.
-        lock_hold: Whether the key stays taken for all of the ttl: one run per window.
+        lock_hold: Whether the key stays held for the full ttl: one run per window.
         lock_permits: How many runs may hold the key at the same time.
         lock_backend: An alias in `DISTLOCK`.
-        on_conflict: What a run does that was not granted the key. "skip": it says who has it and
-            ends with status 75; "raise": a `CommandError`; "run": it runs without the lock, and
-            `self.lease` is not `held`.
-        skipped: Whether the last run was.
+        on_conflict: What a run does that was not granted the key. "skip": it names the holder and
+            ends with status 75; "raise": it raises a `CommandError`; "run": it runs without the
+            lock, and `self.lease` is not `held`.
+        skipped: Whether the last run was skipped.
     """
 
     lock_key: ClassVar[str] = ""
@@ -72,7 +72,7 @@ class LockedCommand(BaseCommand):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # In the instance: of the classes of a command, several may have one, and call the next.
+        # In the instance: several classes of a command may define `handle`, and call the next.
         self._unlocked = self.handle
         self.handle = self._handle  # type: ignore[method-assign]
 
@@ -90,13 +90,13 @@ class LockedCommand(BaseCommand):
         return parser
 
     def run_from_argv(self, argv: list[str]) -> None:
-        """Run, and end with status 75 where the run was skipped."""
+        """Run, and end with status 75 if the run was skipped."""
         super().run_from_argv(argv)
         if self.skipped:
             sys.exit(BUSY)
 
     def declare_lock(self) -> None:
-        """Note the key of the command, for `distlock_list --declared`.
+        """Declare the key of the command, for `distlock_list --declared`.
 
         Raises:
             InvalidArgument: An attribute breaks a rule.
@@ -118,7 +118,7 @@ class LockedCommand(BaseCommand):
         return None
 
     def _enter(self, stack: ExitStack, wait: Any, options: Mapping[str, Any]) -> bool:
-        """Enter the block of the lock; return False where the run is skipped."""
+        """Enter the block of the lock; return False if the run is skipped."""
         try:
             self.lease = stack.enter_context(self._lock(wait, options))
         except LockNotAcquired as error:
@@ -174,8 +174,8 @@ def key_of(template: str, options: Mapping[str, Any]) -> str:
     """Return the key that a template makes of a command's options.
 
     Raises:
-        InvalidArgument: The template is malformed, or names what is no option; or an option has
-            no canonical text.
+        InvalidArgument: The template is malformed, or a name in it is not an option; or an option
+            has no canonical text.
     """
     asked = roots(template)
     if unknown := [root for root in asked if root not in options or keyword.iskeyword(root)]:
@@ -187,7 +187,7 @@ def key_of(template: str, options: Mapping[str, Any]) -> str:
 
 
 def wait_option(text: str | timedelta) -> float | None:
-    """Return what `none`, or a number of seconds, says on a command line."""
+    """Return the wait that `none`, or a number of seconds, means on a command line."""
     try:
         return wait_seconds(None if str(text).lower() == "none" else number_of(text))
     except ValueError as error:

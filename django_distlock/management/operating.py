@@ -1,4 +1,4 @@
-"""What the commands of operators share: JSON, tables, and what they end with."""
+"""Shared code of the commands for operators: JSON, tables and exit statuses."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .reading import Printer, ReadingCommand
 from .statuses import UNAVAILABLE, USAGE
 
 T = TypeVar("T")
-#: A cell, and what colours it once it is as wide as its column.
+#: The text of a cell, and the function that colours it after it is padded to its column.
 Cell = str | tuple[str, Callable[[str], str]]
 
 #: Seconds that a command waits at its end for its events to be written: they are the audit of
 #: what an operator did.
 AUDIT_SECONDS = 15
-#: Locks that are asked for at once.
+#: Locks of a page that is queried.
 PAGE = 1000
 
-#: Of a table of held keys.
+#: The headings of a table of held keys.
 HEADINGS = (
     "BACKEND", "KEY", "STATE", "HOLDER", "TASK", "HELD FOR", "EXPIRES IN", "WAITING", "RETRYING",
     "FENCE",
@@ -45,11 +45,11 @@ HEADINGS = (
 class OperatorCommand(ReadingCommand):
     """A command that looks at locks, or changes them, through `inspection`."""
 
-    #: Whoever deals with a stuck lock is not to be stopped by a warning about something else.
+    #: No check about something else may stop an operator who deals with a stuck lock.
     requires_system_checks: Any = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take `--json`."""
+        """Add `--json`."""
         parser.add_argument(
             "--json", action="store_true", help="print one JSON document instead of text"
         )
@@ -62,7 +62,7 @@ class OperatorCommand(ReadingCommand):
         except (ImproperlyConfigured, LockError) as error:
             status = status_of(error)
             if options.get("json") and status != USAGE:
-                # Whoever asked well gets a document, whatever happens.
+                # With valid arguments, `--json` always prints a document.
                 named = options.get("backend")
                 alias = named if isinstance(named, str) else ""
                 self.print_json({"failures": [Failure.of(alias, error)]})
@@ -83,7 +83,7 @@ class OperatorCommand(ReadingCommand):
         return said
 
     def pace(self, done: int) -> None:
-        """Wait for the events of what is done before so many wait that further ones are dropped."""
+        """Wait for events to be written, before so many wait that further ones are dropped."""
         if done % (event_log.MAX_WAITING // 2) == 0:
             event_log.finish(AUDIT_SECONDS)
 
@@ -122,18 +122,18 @@ class OperatorCommand(ReadingCommand):
             self.stdout.write(line)
 
     def print_failures(self, failures: Iterable[Failure]) -> None:
-        """Say on standard error which backends could not be asked."""
+        """Print on standard error which backends could not be queried."""
         for each in failures:
             self.stderr.write(f"{each.backend}: {each.message}", self.style.WARNING)
 
     def actor(self) -> str:
-        """Return who runs this, as events name it."""
+        """Return the name of the user who runs this command, for events."""
         try:
             user = getpass.getuser()
-        except (OSError, KeyError):  # A number that no name belongs to.
+        except (OSError, KeyError):  # The user has a number without a name.
             user = f"uid {os.getuid()}"
         name = f"{user}@{current_holder().host}"[:200]
-        # The environment may name a user by bytes that are no text.
+        # The user's name in the environment may have bytes that are no text.
         return name.encode("utf-8", "replace").decode()
 
 
@@ -143,10 +143,10 @@ def aligned(
     style: Callable[[str], str],
     least: list[int] | None = None,
 ) -> Iterator[str]:
-    """Yield the lines of a table, in columns as wide as what is in them.
+    """Yield the lines of a table, in columns as wide as their cells.
 
     Args:
-        least: How wide the columns are at least; becomes how wide they are.
+        least: The least width of each column; is set to the actual widths.
     """
     table = [[_parts(cell) for cell in row] for row in rows]
     head = [(heading, style) for heading in headings]
@@ -177,9 +177,9 @@ def every_page(cursor: str | None, **asked: Any) -> Iterator[LockPage]:
 def stream_json(
     out: Any, pages: Iterable[LockPage], failures: Iterable[Failure]
 ) -> tuple[Failure, ...]:
-    """Print the document that one page would be, of one or many; return what could not be asked."""
+    """Print one or many pages as the JSON of a single page; return the failures."""
     failed, before = [*failures], "\n"
-    # Asked for first: what was asked wrongly is an error, and no beginning of a document.
+    # Before any output: invalid arguments raise an error here, without the start of a document.
     coming = iter(pages)
     first = next(coming)
     out.write('{\n  "locks": [', ending="")
@@ -199,7 +199,7 @@ def status_of(error: Exception) -> int:
     """Return the exit status for an error."""
     if isinstance(error, InvalidArgument):
         return USAGE
-    # "internal": the store has refused, for instance because it lacks a table.
+    # "internal": the store has refused, for example because it lacks a table.
     refused = isinstance(error, LockError) and error.code == "internal"
     return UNAVAILABLE if refused or isinstance(error, BackendUnavailable) else 1
 
@@ -207,7 +207,7 @@ def status_of(error: Exception) -> int:
 def ask_each(
     backends: Collection[str] | None, failures: list[Failure], ask: Callable[[BaseLockBackend], T]
 ) -> list[T]:
-    """Ask backends whose locks other processes see, or all; `failures` takes what could not be."""
+    """Query these backends, or all; `failures` gets those that fail or lock in memory only."""
     found: list[T] = []
     for alias in lock_backends if backends is None else dict.fromkeys(backends):
         try:
@@ -219,7 +219,7 @@ def ask_each(
 
 
 def refuse_memory(alias: str) -> None:
-    """Refuse a backend of which this process sees nothing: others keep its locks in memory."""
+    """Refuse a backend whose locks are in the memory of other processes, unseen by this one."""
     if not lock_backends[alias].distributed:
         raise LockUsageError(
             f"The lock backend {alias!r} keeps its locks in process memory. Other processes cannot"
@@ -228,15 +228,15 @@ def refuse_memory(alias: str) -> None:
 
 
 def raise_failed(failures: Iterable[Failure], asked: Collection[str] | None) -> None:
-    """End with the status that fits what could not be asked.
+    """End with the status that fits the failures.
 
     Args:
-        asked: The aliases that were named; None: all of them. What backends cannot do is an error
-            where nothing else was asked.
+        asked: The aliases that were named; None: all of them. An unsupported operation is an error
+            only if all named backends have failed.
 
     Raises:
-        CommandError: A store did not answer, its settings are wrong, or no backend that was named
-            could be asked.
+        CommandError: A store did not answer, its settings are wrong, or none of the named backends
+            could be queried.
     """
     failed = [each for each in failures if not each.is_of_key]
     silent = [each.backend for each in failed if each.code not in ("unsupported", "misconfigured")]
@@ -250,7 +250,7 @@ def raise_failed(failures: Iterable[Failure], asked: Collection[str] | None) -> 
 
 
 def add_backends(parser: CommandParser) -> None:
-    """Take the aliases of several backends; None: all."""
+    """Add the option for the aliases of several backends; None: all."""
     parser.add_argument(
         "--backend",
         action="append",
@@ -260,7 +260,7 @@ def add_backends(parser: CommandParser) -> None:
 
 
 def add_reason(parser: CommandParser) -> None:
-    """Take why something is done."""
+    """Add the option for the reason of an operation."""
     parser.add_argument(
         "--reason",
         default="",
@@ -270,7 +270,7 @@ def add_reason(parser: CommandParser) -> None:
 
 
 def app_and(name: str) -> tuple[Any, Any]:
-    """Return a module of `contrib.celery`, and the app of the project; or refuse: there is none."""
+    """Return a module of `contrib.celery`, and the project's app; `LockUsageError`: it has none."""
     try:
         module = import_module(f"django_distlock.contrib.celery.{name}")
         declaring = import_module("django_distlock.contrib.celery.declaring")
@@ -286,7 +286,7 @@ def app_and(name: str) -> tuple[Any, Any]:
 
 
 def named(session: Session) -> str:
-    """Return what an operator finds a session by."""
+    """Return a text by which an operator finds a session."""
     facts = [
         f"session {session.pid}",
         session.application and f"application {session.application!r}",

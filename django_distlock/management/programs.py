@@ -1,4 +1,4 @@
-"""Programs that are run for somebody else: found, started, sent signals, and waited for."""
+"""Finds programs to run under a lock, starts them, sends them signals, and waits for their end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from django.core.management.base import CommandError
 from .leash import script, send
 from .statuses import NOT_EXECUTABLE, NOT_FOUND
 
-#: What is passed on to the program: those that exist here.
+#: The signals that are passed on to the program, as far as they exist here.
 PASSED_ON = [
     getattr(signal, name)
     for name in (
@@ -27,7 +27,7 @@ PASSED_ON = [
     )
     if hasattr(signal, name)
 ]  # fmt: skip
-#: Whether the system tells of the end of a process without forgetting it: macOS by Python 3.13.
+#: Whether the system can report the end of a process without reaping it: macOS from Python 3.13.
 _TELLS_ENDS = hasattr(os, "waitid")
 #: Seconds between two looks at the program and its lease.
 _LOOK_SECONDS = 1.0
@@ -54,23 +54,23 @@ def _cannot_run(path: str, error: OSError) -> CommandError:
 
 
 class Program:
-    """A program with the standard streams of this process. It runs when it is let go: see `gate`.
+    """A program with the standard streams of this process. It starts at `let_go`: see `gate`.
 
-    On Windows it runs at once.
+    On Windows, it starts immediately.
 
-    Where this process has a terminal, the program is of its group: what is typed there reaches
-    both. Elsewhere it has a group of its own, and signals are sent to the whole group.
+    If this process has a terminal, the program is in its group: signals typed there reach both.
+    Otherwise the program has a group of its own, and signals are sent to the whole group.
 
     Args:
         command: Name and arguments.
         path: From `find`.
 
     Attributes:
-        address: Whom signals are sent to: a process, or by its negative number a group.
+        address: Where signals are sent: a process, or by its negative number a group.
     """
 
     def __init__(self, command: Sequence[str], path: str, environment: Mapping[str, str]):
-        # Windows has what is like a terminal, and no groups to make.
+        # Windows always counts as having a terminal, and has no groups to make.
         self._has_group = os.name == "posix" and _ask_terminal() is None
         self._path = path
         self._gate: tuple[int, int] | None = None
@@ -102,7 +102,7 @@ class Program:
                     str(told), str(failed), keeps_locale, self._path, *command,
                 ],
                 env=environment,
-                # What was opened for us on purpose is for the program: `3>file`, sd_listen_fds.
+                # Descriptors opened for us on purpose are for the program: `3>file`, sd_listen_fds.
                 close_fds=False,
                 process_group=0 if self._has_group else None,
             )  # fmt: skip
@@ -115,11 +115,11 @@ class Program:
             os.close(failed)
 
     def let_go(self) -> None:
-        """Let it run; or end with 126 or 127: the system cannot run it."""
+        """Let the program run; or end with 126 or 127 if the system cannot run it."""
         if self._gate is None:
             return
         tell, failure = self._gate
-        with suppress(BrokenPipeError):  # Somebody may have ended it.
+        with suppress(BrokenPipeError):  # It may have been killed.
             os.write(tell, b"!")
         os.close(tell)
         with os.fdopen(failure, "rb") as told:
@@ -135,35 +135,35 @@ class Program:
             send(self.address, signum)
 
     def wait(self) -> int:
-        """Wait for its end; return its exit status, or 128 and the number of a signal."""
+        """Wait for the program's end; return its exit status, or 128 plus a signal's number."""
         status = self._process.wait()
         return 128 - status if status < 0 else status
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the program has not ended."""
         if self._process.returncode is not None or not _TELLS_ENDS:
             return self._process.poll() is None
-        # Not by `poll()`: of two threads that ask at once, it tells one that the program runs.
+        # Not `poll()`: if two threads call it at the same time, one is told that the program runs.
         try:
             ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return False  # Another thread waits for it, and has heard of the end.
+            return False  # Another thread waits for the program, and has reaped it.
         return ended is None
 
     def shares_foreground(self) -> bool:
-        """Whether what is typed at the terminal reaches the program without us."""
+        """Whether signals typed at the terminal reach the program without us."""
         if self._has_group:
             return False
         return os.name != "posix" or _ask_terminal() == os.getpgrp()
 
 
 class Signals:
-    """What this process does about signals, in a block around the life of a program.
+    """The handling of signals by this process, in a block around the life of a program.
 
-    Before the program it ends, with 128 and the number of the signal, and unwinds what it was
-    doing. While the program runs it passes them on, and afterwards it ignores them. One that was
-    ignored before stays ignored, here and in the program.
+    Before the program runs, a signal ends this process with 128 plus its number, and unwinds its
+    work. While the program runs, signals are passed on; afterwards they are ignored. A signal that
+    was ignored before stays ignored, here and in the program.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Signals:
             if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                 self._before[signum] = signal.signal(signum, self._handle)
         if os.name == "posix":
-            # Also where it was ignored: nobody could tell then what the program has ended with.
+            # Even if it was ignored: the exit status of the program would then be lost.
             self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
             self._wake = os.pipe()
             for end in self._wake:
@@ -197,9 +197,9 @@ class Signals:
             signal.signal(signum, handler)
 
     def wait_for(self, program: Program, look: Callable[[], None]) -> int:
-        """Wait for the end of a program, and call `look` now and then; return its exit status."""
-        # Python's handlers run between two steps of a program. One whose signal comes just before
-        # a wait for a process would wait as well: a pipe wakes it whenever it comes.
+        """Wait for the end of a program, calling `look` regularly; return its exit status."""
+        # Python runs handlers between two steps of a program. If a signal came just before a wait
+        # for a process, its handler would wait as well. The pipe wakes us for each signal.
         while self._wake is not None and program.is_running:
             select.select([self._wake[0]], [], [], _LOOK_SECONDS)
             with suppress(BlockingIOError):
@@ -208,18 +208,18 @@ class Signals:
         return program.wait()
 
     def keep(self) -> None:
-        """Keep what comes for the program, which is about to start."""
+        """Keep signals for the program, which is about to start."""
         self._state = "starting"
 
     def pass_on(self, program: Program, before_continuing: Callable[[], None]) -> None:
-        """Pass on what comes, and what was kept; call back before a stopped program goes on."""
+        """Pass on signals, kept ones first; call back before a stopped program continues."""
         self._program, self._before_continuing = program, before_continuing
         self._state = "running"
         while self._early:
             self._handle(self._early.pop(0), None)
 
     def ignore(self) -> None:
-        """Ignore what comes: the program has ended, and the lock is given back."""
+        """Ignore signals: the program has ended, and the lock is being released."""
         self._state = "over"
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
@@ -238,15 +238,15 @@ class Signals:
         if signum not in _TYPED or not program.shares_foreground():
             program.send(signum)
         elif signum == _STOP and os.getpid() != 1:
-            # The first process of a container cannot be stopped, and nobody continues its program.
-            # A shell takes a job for stopped when we are. The program must not go on without us,
-            # whatever it makes of TSTP: nobody renews.
+            # Not as a container's first process: it cannot be stopped, so its program would never
+            # be continued. A shell considers a job stopped when we are. The program must not go on
+            # without us, however it handles TSTP, because its lock is not renewed.
             program.send(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _ask_terminal() -> int | None:
-    """Return which group is in the foreground of our terminal; None: we have none."""
+    """Return the foreground group of our terminal; None: we have no terminal."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:

@@ -1,4 +1,4 @@
-"""What commands read, alike from a command line and from `call_command()`; what they print."""
+"""Input of commands, alike from a command line and from `call_command()`; and their output."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 
 class Printer(OutputWrapper):
-    """Prints an escape for each letter of a key that the encoding of the terminal lacks.
+    """A printer that escapes each letter of a key that the encoding of the terminal lacks.
 
-    A text that cannot be printed stops no command in the middle of its work: nobody reads it any
-    more, as behind `| head`, the disk is full, or `2>&-` has closed the stream.
+    A text that cannot be printed does not stop a command in the middle of its work: the reader has
+    ended, as with `| head`, the disk is full, or `2>&-` has closed the stream.
 
     Attributes:
-        failure: Why something is missing that somebody may look for; None: nothing is.
+        failure: Why output is missing that a reader may look for; None: nothing is missing.
     """
 
     failure: OSError | None = None
 
     @classmethod
     def instead_of(cls, wrapper: OutputWrapper) -> Self:
-        """Return one that prints to the same place, in the same style."""
+        """Return a printer to the same stream, in the same style."""
         printer = cls(wrapper._out)  # type: ignore[arg-type]
         printer.style_func = wrapper.style_func
         return printer
@@ -50,7 +50,7 @@ class Printer(OutputWrapper):
             super().write(text, style_func, ending)
 
     def flush(self) -> None:
-        """Print what was not printed yet."""
+        """Print the texts that are still buffered."""
         with self._unread():
             super().flush()
 
@@ -61,15 +61,15 @@ class Printer(OutputWrapper):
         except OSError as error:
             if not isinstance(error, BrokenPipeError):
                 self.failure = error
-            # Also what is still to be written, when the interpreter ends.
+            # The interpreter writes buffered texts at its end, which would fail as well.
             with Path(os.devnull).open("w") as nowhere:
                 os.dup2(nowhere.fileno(), self._out.fileno())  # type: ignore[attr-defined]
 
 
 class ReadingCommand(BaseCommand):
-    """A command whose options obey the same rules where they come as keyword arguments.
+    """A command whose options obey the same rules if they come as keyword arguments.
 
-    Django hands those to the command as they are, past the parser.
+    Django passes keyword arguments to the command as they are, without the parser.
     """
 
     _parser: CommandParser | None = None
@@ -86,21 +86,21 @@ class ReadingCommand(BaseCommand):
         return parser
 
     def execute(self, *args: Any, **options: Any) -> Any:
-        """Run, with the options as the parser reads them."""
+        """Run with the options as the parser reads them."""
         if self._parser is not None and not self._parser.called_from_command_line:
             options |= _read(self._parser, options)
         return super().execute(*args, **options)
 
 
 def number_of(value: str | timedelta, unit: timedelta = timedelta(seconds=1)) -> float:
-    """Return a number that is written, or of how many units a `timedelta` is; else `ValueError`."""
+    """Return the number in a text, or of units in a `timedelta`; `ValueError`: it is no number."""
     return value / unit if isinstance(value, timedelta) else float(value)
 
 
 def reader(read: Callable[[Any], T], right: str = "") -> Callable[[Any], T]:
-    """Return what reads a number from a command line, or says what is right; "": as the error."""
+    """Return a reader of numbers on a command line. Its error says `right`; "": its own text."""
 
-    # Named for whoever writes what is no number at all: argparse says "invalid number value".
+    # Its name is for people: argparse says "invalid number value" of what is no number at all.
     def number(text: Any) -> T:
         try:
             return read(text)
@@ -114,7 +114,7 @@ def reader(read: Callable[[Any], T], right: str = "") -> Callable[[Any], T]:
 
 
 def between(least: float, most: float, unit: str) -> Callable[[str | timedelta], float]:
-    """Return what reads a number within bounds from a command line, in a unit of a `timedelta`."""
+    """Return a reader of numbers within bounds on a command line, in a unit of a `timedelta`."""
     one = timedelta(**{unit: 1})
     return reader(
         lambda text: number(number_of(text, one), unit, minimum=least, maximum=most),
@@ -123,7 +123,7 @@ def between(least: float, most: float, unit: str) -> Callable[[str | timedelta],
 
 
 def up_to(most: float) -> Callable[[str], int]:
-    """Return what reads a whole number from 1 on from a command line."""
+    """Return a reader of whole numbers, from 1 on, on a command line."""
     bounds = "of at least 1" if most == math.inf else f"from 1 to {most}"
     return reader(
         lambda text: whole_number(int(text) if text.isdecimal() else text, "N", most),
@@ -138,7 +138,7 @@ duration = reader(
 
 
 def add_backend(parser: CommandParser) -> None:
-    """Take the alias of one backend."""
+    """Add the option for the alias of one backend."""
     parser.add_argument(
         "--backend",
         default="default",

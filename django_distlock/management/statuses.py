@@ -1,4 +1,4 @@
-"""What commands that run under a lock end with, and what they say. By sysexits.h."""
+"""Exit statuses of commands that run under a lock, after sysexits.h, and their messages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ UNAVAILABLE: Final = 69
 BUSY: Final = 75
 #: The lease ended before the program did (EX_PROTOCOL).
 LOST: Final = 76
-#: There is such a program, and it cannot be run; there is none. As shells say it.
+#: As of shells: the program exists but cannot be run; there is no such program.
 NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127
 
 
 def own_version() -> str | None:
-    """Return the version of this package; None: it runs from a folder that no installer knows."""
+    """Return the version of this package; None: it runs from a folder without being installed."""
     try:
         return version("django-distlock")
     except PackageNotFoundError:
@@ -33,7 +33,7 @@ def who_holds(error: LockNotAcquired) -> str:
     """Return a line that names the key, its holder, and since when."""
     if error.holder is None or error.held_for is None or error.settled:
         return str(error)
-    # By this machine's clock: for people.
+    # By this machine's clock, because people read it.
     since = datetime.now(UTC) - timedelta(seconds=error.held_for)
     program = error.holder.metadata.get("program")
     runs = f", and runs {program!r}" if isinstance(program, str) else ""

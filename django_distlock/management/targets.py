@@ -1,4 +1,4 @@
-"""What the drill writes to: something beside the locks that refuses older fences."""
+"""Targets that the drill writes to: in the locks' store, if possible, and refusing older fences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..fencing.rejecting import Fenced, reject
 from ..fencing.seen import mark_of, see
 from ..models import SeenFence
 
-#: Seconds that a value in Redis is kept: nothing of it stays where a drill was killed.
+#: Seconds that a value in Redis is kept, so that a killed drill leaves nothing for long.
 _KEPT = 600
 
 
@@ -29,25 +29,25 @@ class TableTarget:
         self.name = f"the table {SeenFence._meta.db_table} in the database {using!r}"
 
     def write(self, by: Fenced) -> None:
-        """Write, by a statement that compares the fence; `FenceRejected`: a higher one has."""
+        """Write by a statement that compares the fence; `FenceRejected`: a higher one has."""
         with vendors.translated(self._using):
             mark = see(by, self._using)
         if mark > by.fence:
             reject(by, f"The row of {self._key!r} in {SeenFence._meta.db_table}", mark)
 
     def fence(self) -> int | None:
-        """Return the fence of the write that stands; None: nobody has written."""
+        """Return the fence of the last accepted write; None: there was no write."""
         with vendors.translated(self._using):
             return mark_of(self._key, self._using)
 
     def server(self) -> str:
-        """Return which server it is on, with its version."""
+        """Return the server of the target, with its version."""
         with vendors.translated(self._using):
             connection = connections[self._using]
             return f"{connection.vendor} {'.'.join(map(str, connection.get_database_version()))}"
 
     def remove(self) -> None:
-        """Leave nothing of it."""
+        """Remove all that was written."""
         with vendors.translated(self._using), transaction.atomic(using=self._using):
             SeenFence.objects.using(self._using).filter(pk=self._key).delete()
 
@@ -59,14 +59,14 @@ class RedisTarget:
         from ..fencing.redis import FencedValue
 
         self._alias = store.alias
-        # A role of its own: no key of a lock is called like that.
+        # A role of its own: no key of a lock has such a name.
         name = f"{store.key_prefix}:drill:{key}" if store.key_prefix else f"drill:{key}"
         with self._translated():
             self._value = FencedValue(store.store.client, name)
         self.name = f"the fenced value {name!r} in Redis"
 
     def write(self, by: Fenced) -> None:
-        """Write: the fence is compared in the script that writes."""
+        """Write by a script that compares the fence."""
         with self._translated():
             self._value.set(str(by.fence), by, ttl=_KEPT)
 
@@ -80,7 +80,7 @@ class RedisTarget:
         """See `TableTarget`."""
         with self._translated():
             told = self._value.client.info("server")
-        # A cluster tells it of each node.
+        # A cluster reports it for each node.
         first = told if "redis_version" in told else next(iter(told.values()))
         return f"redis {first['redis_version']}"
 
@@ -100,8 +100,8 @@ class RedisTarget:
 
 
 def leave_nothing(store: BaseLockBackend, key: str, target: TableTarget | RedisTarget) -> None:
-    """Leave no lock, whoever held it last, and nothing that was written."""
-    # A store that does not answer was told, or is about to be.
+    """Remove the lock, whatever its holder, and all that was written."""
+    # An unavailable store was already reported, or is about to be.
     with suppress(LockError):
         store.force_release(key)
     with suppress(LockError):
@@ -109,11 +109,11 @@ def leave_nothing(store: BaseLockBackend, key: str, target: TableTarget | RedisT
 
 
 def target_of(store: BaseLockBackend, key: str) -> TableTarget | RedisTarget:
-    """Return what a drill on a backend writes to: beside the locks, as far as that is possible."""
+    """Return what a drill on a backend writes to: in the store of the locks, if possible."""
     if is_redis(store):
         return RedisTarget(key, store)
     if store.using and router.allow_migrate_model(store.using, SeenFence):
         return TableTarget(key, store.using)
     using = router.db_for_write(SeenFence)
-    _ = connections[using]  # It says that there is none.
+    _ = connections[using]  # It raises if there is no such database.
     return TableTarget(key, using)

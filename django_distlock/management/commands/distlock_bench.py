@@ -1,4 +1,4 @@
-"""Measure what locks cost on the project's own store."""
+"""Measure the time that locks take on the project's own store."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Command(OperatorCommand):
         except KeyboardInterrupt:
             interrupted = True
         if interrupted:
-            # Not above: its traceback would keep a block that was broken off from being ended.
+            # Not above: the traceback there would keep an interrupted block from being ended.
             raise CommandError("Interrupted. The keys were released.", returncode=_INTERRUPTED)
         failed = [each for those in failures.values() for each in those]
         if json:
@@ -103,7 +103,7 @@ def _failed(alias: str, error: LockError | ImproperlyConfigured) -> tuple[int, F
 
 
 def _about(plan: Plan) -> dict[str, Any]:
-    """Return what whoever compares two runs has to know."""
+    """Return what one has to know to compare two runs."""
     return {
         "seconds": plan.seconds,
         "rounds": plan.rounds,

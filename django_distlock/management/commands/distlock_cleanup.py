@@ -1,4 +1,4 @@
-"""Remove the records of leases that are over, responses that are, and old events."""
+"""Remove the records of ended leases, expired responses, and old events."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Command(OperatorCommand):
             try:
                 removed[name] = remove()
             except (ImproperlyConfigured, LockUsageError):
-                continue  # Locks that are elsewhere need no database.
+                continue  # A project with locks elsewhere needs no database.
             except LockError as error:
                 failures.append(Failure.of(name, error))
         if json:
@@ -115,7 +115,7 @@ class Command(OperatorCommand):
     def _others(
         self, days: float | str | None, batch: int, *, everything: bool, quiet: bool
     ) -> Iterator[tuple[str, Callable[[], object]]]:
-        """Yield what removes responses and events, which are those of all backends."""
+        """Yield functions that remove responses and events, which are those of all backends."""
         if everything:
             yield "responses", partial(self._forget, batch, quiet=quiet)
         if days is None and everything:
@@ -145,7 +145,7 @@ class Command(OperatorCommand):
 
 
 class _Line:
-    """A line that counts on while something is removed, on a terminal, unless it is quiet."""
+    """A line that counts removed records while they are removed: on a terminal, unless quiet."""
 
     def __init__(self, command: OperatorCommand, name: str, *, quiet: bool):
         self._out = command.stdout
@@ -155,14 +155,14 @@ class _Line:
         self._begun = False
 
     def progress(self, removed: int) -> None:
-        """Say how much is gone."""
+        """Print how many are removed so far."""
         if self._counts:
             self._begun = True
             self._out.write(f"\r{self._name}: {removed} removed …", ending="")
             self._out.flush()
 
     def end(self, text: str) -> None:
-        """Say what became of it."""
+        """Print the result."""
         if not self._quiet:
             start = "\r\033[K" if self._begun else ""
             self._out.write(f"{start}{self._name}: {text}")

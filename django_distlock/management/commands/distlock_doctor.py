@@ -1,4 +1,4 @@
-"""Find out what is wrong with locks, before somebody is woken by it."""
+"""Find out what is wrong with locks, before it causes an alarm."""
 
 from __future__ import annotations
 

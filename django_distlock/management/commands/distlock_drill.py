@@ -1,4 +1,4 @@
-"""Show on the project's own store that holders that die or stand still do no harm."""
+"""Show on the project's own store that holders that die or are suspended do no harm."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..operating import OperatorCommand, refuse_memory
 from ..reading import add_backend, between
 from ..statuses import UNAVAILABLE, USAGE
 
-#: Minutes of a long drill. All that is reported is kept until its end.
+#: Minutes of a long drill. All reports are kept in memory until its end.
 SHORTEST, LONGEST = 0.1, 480
-#: What ends a drill as Ctrl-C does, so that it clears up after itself.
+#: Signals that end a drill as Ctrl-C does, so that it cleans up after itself.
 _ENDING = ("SIGTERM", "SIGHUP")
 
 
@@ -50,7 +50,7 @@ class Command(OperatorCommand):
         parser.add_argument(
             "--seed", type=int, metavar="N", help="repeat the choices of a run with --minutes"
         )
-        # The other processes are this command as well.
+        # The other processes run this command as well.
         parser.add_argument("--late", metavar="KEY", help=argparse.SUPPRESS)
         parser.add_argument("--toil", metavar="PREFIX", help=argparse.SUPPRESS)
 
@@ -164,7 +164,7 @@ class Command(OperatorCommand):
         )
 
     def _say(self, line: str) -> None:
-        # As it happens: people watch, or the other process waits.
+        # Immediately, because people watch, or the other process waits.
         self.stdout.write(line)
         self.stdout.flush()
 

@@ -25,7 +25,7 @@ from ..reading import add_backend, reader
 
 logger = logging.getLogger("django_distlock")
 
-#: Of the keys that were left alone, so many are named.
+#: The most skipped keys that a message names.
 _NAMED = 20
 
 
@@ -44,7 +44,7 @@ class Command(OperatorCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
-        # Django's own, as `--settings`, and `--json`: they are taken before `raise` as well.
+        # `--json` and Django's own options, such as `--settings`, may also come before `raise`.
         everywhere = [each for each in parser._actions if each.dest != "help"]
         actions = parser.add_subparsers(dest="action", required=True, metavar="raise | seen")
         up = actions.add_parser(
@@ -55,7 +55,7 @@ class Command(OperatorCommand):
         )
         for action in everywhere:
             twin = copy(action)
-            # Left out here, it is what was said before.
+            # If it is left out after `raise`, the value from before `raise` counts.
             twin.default = argparse.SUPPRESS
             up._add_action(twin)
             seen._add_action(twin)
@@ -81,7 +81,7 @@ class Command(OperatorCommand):
         far = up.add_mutually_exclusive_group(required=True)
         far.add_argument(
             "--to",
-            # No command lowers a counter, and grants need some above.
+            # No command lowers a counter, and later grants need higher fences.
             type=_up_to(FENCE_WARNING),
             metavar="N",
             help="the next grant has a fence above N",
@@ -133,7 +133,7 @@ class Command(OperatorCommand):
     def _raise(
         self, *, key: str | None, to: int | None, backend: str, json: bool, **options: Any
     ) -> None:
-        """Raise, page by page, and say what was left."""
+        """Raise counters page by page, and report those that were skipped."""
         refuse_memory(backend)
         store = lock_backends[backend]
         page = store.raise_fences(to, key=key)

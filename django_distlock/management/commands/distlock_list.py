@@ -1,4 +1,4 @@
-"""List what is held, or what is declared."""
+"""List held keys, declared keys, or the keys that transactions have locked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..reading import duration
 _DECLARED: Final = ("KEY", "KIND", "MODE", "TTL", "WAIT", "ON CONFLICT", "BACKEND", "PLACE")
 _TRANSACTIONS: Final = ("BACKEND", "KEY", "MODE", "STATE", "FOR", "SESSION")
 _NO_LEASE: Final = "Transaction locks have no lease"
-#: Arguments about held keys, and what each is where nobody gave it.
+#: Arguments about held keys, with their defaults.
 _OF_HELD: Final = {
     "host": None, "task": None, "held_longer_than": None, "limit": 100, "cursor": None,
     "all": False, "contains": "",
@@ -105,7 +105,7 @@ class Command(OperatorCommand):
         aliases = tuple(lock_backends) if backend is None else tuple(dict.fromkeys(backend))
         failures: list[Failure] = []
         ask_each(aliases, failures, lambda store: store)
-        # Of one whose settings are wrong, the listing says so.
+        # The listing itself reports backends whose settings are wrong.
         apart = {each.backend: each for each in failures if each.code == "unsupported"}
         asked = {
             "backends": [alias for alias in aliases if alias not in apart],
@@ -128,7 +128,7 @@ class Command(OperatorCommand):
             raise_failed(self._stream_table(pages, before, none), backend)
 
     def _require_plain(self, what: str, given: dict[str, Any]) -> None:
-        """Refuse arguments about held keys, and say what is wrong with them."""
+        """Refuse arguments about held keys, and name them."""
         others = {"declared": False, "prefix": ""} if given["transactions"] else {}
         allowed = {**_OF_HELD, **others}
         wrong = [name for name, default in allowed.items() if given[name] != default]
@@ -137,7 +137,7 @@ class Command(OperatorCommand):
             raise InvalidArgument(f"{what}: remove {names}.")
 
     def _show_transactions(self, backends: list[str] | None, *, json: bool) -> None:
-        """Print what transactions keep; name on standard error who could not be asked."""
+        """Print transaction locks; on standard error, the backends that could not be queried."""
         found = list_transactions(backends=backends)
         if json:
             self.print_json(found)
@@ -165,7 +165,7 @@ class Command(OperatorCommand):
     def _stream_table(
         self, pages: Iterable[LockPage], before: list[Failure], none: str
     ) -> list[Failure]:
-        """Print one table of pages, as they come; columns grow where a page has something wider."""
+        """Print pages as one table, as they come; columns grow if a page has a wider cell."""
         widths, number, cursor, failures = [0] * len(HEADINGS), 0, None, [*before]
         for page in pages:
             failures += page.failures
@@ -173,7 +173,7 @@ class Command(OperatorCommand):
             if page.locks:
                 rows = map(self.row, page.locks)
                 lines = aligned(HEADINGS, rows, self.style.MIGRATE_HEADING, widths)
-                # The headings stand above the first page alone.
+                # Only the first page has headings.
                 self.stdout.write("\n".join(lines if not number else list(lines)[1:]))
                 number += len(page.locks)
         if not number and not failures:
@@ -185,7 +185,7 @@ class Command(OperatorCommand):
         return failures
 
     def _show_declared(self, backends: list[str] | None, prefix: str, *, json: bool) -> None:
-        """Print every key that is declared; name on standard error what could not be imported."""
+        """Print every declared key; on standard error, what could not be imported."""
         found, missing = list_declared(prefix=prefix, backends=backends)
         if json:
             failures = [{"what": what, "message": message} for message, what in missing.items()]
@@ -204,7 +204,7 @@ class Command(OperatorCommand):
             )
 
     def _declared(self, each: DeclaredKey) -> list[Cell]:
-        """Return a declared key as a row, with the place as an editor opens it from here."""
+        """Return a declared key as a row. Its place is such that an editor opens it from here."""
         numbers = {"min_hold": each.min_hold, "max_lifetime": each.max_lifetime}
         mode = (f"{word} {span(numbers[word])}" if word in numbers else word for word in each.mode)
         backend: Cell = each.backend

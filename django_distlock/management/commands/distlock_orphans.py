@@ -99,7 +99,7 @@ class Command(OperatorCommand):
             if store.alias in silent:
                 continue
             try:
-                # By its token: whoever has taken the key meanwhile keeps it.
+                # By its token: a holder that acquired the key meanwhile keeps it.
                 is_done = store.release(record.grant) is True
             except LockError as error:
                 failures.append(Failure.of(store.alias, error, record.key))

@@ -1,4 +1,4 @@
-"""Take keys from their holders."""
+"""Force-release keys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Command(OperatorCommand):
     def handle(self, *, backend: str, dry_run: bool, json: bool, **options: Any) -> None:
         _check({**options, "dry_run": dry_run, "json": json})
         if reason := options["reason"]:
-            # Before anybody is asked for a confirmation that would be in vain.
+            # Check the reason first, so that no confirmation is asked for without success.
             Order(Operation.FORCE_RELEASE, self.actor(), reason)
         refuse_memory(backend)
         failures: list[Failure] = []
@@ -81,7 +81,7 @@ class Command(OperatorCommand):
             _end(outcomes, failures)
 
     def _confirmed(self, number: int, reason: str) -> str:
-        """Ask, and return the reason; or end: the answer is not "yes", or there is no reason."""
+        """Ask for confirmation and return the reason; end without a "yes" or a reason."""
         one = number == 1
         what = "this lock" if one else f"these {number} locks"
         if self._answer(f'Force-release {what}? Type "yes": ') != "yes":
@@ -94,16 +94,16 @@ class Command(OperatorCommand):
     def _answer(self, question: str) -> str:
         self.stdout.write(question, ending="")
         self.stdout.flush()
-        # None: it was closed before we began.
+        # None: standard input was closed before we began.
         return "" if sys.stdin is None else sys.stdin.readline().strip()
 
     def _take(
         self, found: list[HeldKey], reason: str, outcomes: list[Outcome], failures: list[Failure]
     ) -> bool:
-        """Take keys until the store does not answer; return whether that was so."""
+        """Force-release keys until the store does not answer; return whether that happened."""
         for each in found:
             try:
-                # By its fence: whoever has it by now was not shown to anybody.
+                # By its fence, because a holder that came later was not shown to the operator.
                 outcome = force_release(
                     each.key,
                     backend=each.backend,
@@ -114,7 +114,7 @@ class Command(OperatorCommand):
                 outcomes.append(outcome)
                 self.pace(len(outcomes))
             except InvalidArgument:
-                raise  # The reason: nothing was touched.
+                raise  # The reason is invalid: nothing was changed.
             except LockError as error:
                 failures.append(Failure.of(each.backend, error, each.key))
                 if isinstance(error, BackendUnavailable):
@@ -153,10 +153,10 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def _found(backend: str, options: dict[str, Any], failures: list[Failure]) -> list[HeldKey]:
-    """Return what is to be released: of a shared key, the lease of each holder.
+    """Return the locks to be released: of a shared key, the lease of each holder.
 
     Args:
-        failures: Takes keys whose records cannot be read. They may be among what was meant.
+        failures: Gets keys whose records cannot be read. They may be among those to be released.
     """
     if options["key"] is not None:
         view = show_present(stored_key(options["key"]), backend)
@@ -172,7 +172,7 @@ def _found(backend: str, options: dict[str, Any], failures: list[Failure]) -> li
             kind = LockUsageError if is_ours else BackendUnavailable
             raise kind(failure.message, code=failure.code)
         found += page.locks
-    # While others come and go, some stores show a lock twice.
+    # If locks come and go meanwhile, some stores list a lock twice.
     return list({(each.key, each.fence): each for each in found}.values())
 
 
@@ -180,7 +180,7 @@ def _in_the_way(outcome: Outcome) -> str:
     if outcome.sessions is None:
         return "The store cannot tell by whom. Nothing was changed."
     if not outcome.sessions:
-        # Whoever has locked a row without a guard is not looked for.
+        # Sessions that have locked a row without a guard are not searched for.
         return (
             "Nothing was changed. Try again. If it stays busy, another session has locked the key's"
             " rows by a transaction of its own."
@@ -189,7 +189,7 @@ def _in_the_way(outcome: Outcome) -> str:
 
 
 def _end(outcomes: list[Outcome], failures: list[Failure]) -> None:
-    """End with the status that fits what was done, where that is not all of it."""
+    """End with the status that fits the outcomes, if not all keys were released."""
     is_busy = any(each.is_busy for each in outcomes)
     if is_busy or failures:
         raise CommandError("Some keys were not released.", returncode=BUSY if is_busy else 1)

@@ -1,4 +1,4 @@
-"""List the tasks that failed because the store of their locks was away, and send them again."""
+"""List the tasks that failed because their lock store was unavailable, and send them again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...models import FailedTask
 from ..operating import OperatorCommand, app_and
 from ..statuses import UNAVAILABLE, USAGE
 
-#: Stands for all that are listed.
+#: The word for all listed tasks.
 ALL = "all"
 
 
@@ -80,7 +80,7 @@ class Command(OperatorCommand):
         do: Callable[[FailedTask], None],
         failures: list[Failure],
     ) -> bool:
-        """Do it with each; return whether a store or the broker did not answer."""
+        """Process each task; return whether a store or the broker was unavailable."""
         known = {row.pk: row for row in failed.failed(sent=False)}
         wanted = list(known) if ids == [ALL] else list(dict.fromkeys(ids))
         if unknown := [each for each in wanted if each not in known]:
@@ -93,7 +93,7 @@ class Command(OperatorCommand):
             except LockError as error:
                 failures.append(_failure(known[each], error.code, str(error)))
                 if isinstance(error, BackendUnavailable):
-                    return True  # And so it would be with the others.
+                    return True  # The others would fail, too.
         return False
 
     def _show(
@@ -137,6 +137,6 @@ def _failure(row: FailedTask, code: str, text: str) -> Failure:
 
 
 def _as_json(row: FailedTask) -> dict[str, Any]:
-    # Without its arguments, which may be secret.
+    # Without the task's arguments, which may be secret.
     names = ("task", "backend", "key", "failed_at", "sent_at", "sent_as")
     return {"id": row.pk, **by_name(row, *names)}

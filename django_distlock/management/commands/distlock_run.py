@@ -45,7 +45,7 @@ class Command(ReadingCommand):
         " 75 if the lock is held, 69 if the store is unavailable, 76 if the lock was lost, and 126"
         " or 127 if the program cannot be run or found."
     )
-    # A lock for `migrate` has to work where the project does not yet.
+    # A lock for `migrate` has to work before the project does.
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -94,7 +94,7 @@ class Command(ReadingCommand):
         )
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """Read what is ours, and leave the program what is its."""
+        """Read our options only, not those of the program."""
         parser = super().create_parser(prog_name, subcommand, **kwargs)
         parser.__class__ = _Parser
         return parser
@@ -102,7 +102,7 @@ class Command(ReadingCommand):
     def handle(self, *, key: str, command: list[str], **options: Any) -> None:
         path = find(command[0])
         with ExitStack() as stack:
-            # Handlers of signals belong to the first thread.
+            # Only the main thread may set handlers of signals.
             first = threading.current_thread() is threading.main_thread()
             signals = stack.enter_context(Signals()) if first else Signals()
             status = self._run(key, command, path, signals, options)
@@ -128,7 +128,7 @@ class Command(ReadingCommand):
         return run.status
 
     def _lock(self, key: str, command: list[str], options: dict[str, Any]) -> Lock:
-        """Describe the lock, when its store is ready; part of the wait may be over then."""
+        """Return the lock after its store is ready, with what is left of the wait."""
         store = lock_backends[options["backend"]]
         if not store.distributed:
             raise LockUsageError(
@@ -155,9 +155,9 @@ class Command(ReadingCommand):
 
 
 class _Parser(CommandParser):
-    """Reads up to the first `--`. What stands after it, argparse would read in part.
+    """A parser that reads up to the first `--`. argparse would read part of what follows.
 
-    So it would without: an option of the program would be taken for ours, or for Django's.
+    Without a `--`, it would take the program's options for ours, or for Django's.
     """
 
     def parse_args(  # type: ignore[override]
@@ -174,7 +174,7 @@ class _Parser(CommandParser):
 
 
 class _Run:
-    """One run of a program under a lease, and the status that it has ended with."""
+    """One run of a program under a lease, and its exit status."""
 
     def __init__(self, command: BaseCommand, signals: Signals, *, ends_it: bool, grace: float):
         self.status = 0
@@ -182,21 +182,21 @@ class _Run:
         self._signals = signals
         self._ends_it = ends_it
         self._grace = grace
-        # Acquired once: by who carries out the loss.
+        # Acquired only once: by the thread that handles the loss.
         self._is_lost = threading.Lock()
         self._is_ended = threading.Event()
 
     def carry_out(self, lease: Lease, command: list[str], path: str) -> None:
         """Start the program, and wait for its end."""
         self._signals.keep()
-        # What took the lock need not keep a session open for as long as the program runs.
+        # The session that acquired the lock need not stay open while the program runs.
         connections.close_all()
         ours = {"DISTLOCK_KEY": lease.key, "DISTLOCK_FENCE": str(lease.fence)}
         with Leash(self._grace) as leash:
             program = Program(command, path, {**os.environ, **ours})
             if self._ends_it:
                 leash.take(program.address)
-            # Ctrl-Z stops also what waits to be let go: both go on together.
+            # Ctrl-Z stops a program that still waits to be let go, too: both continue together.
             self._signals.pass_on(program, partial(self._before_continuing, program, lease))
             try:
                 program.let_go()
@@ -207,16 +207,16 @@ class _Run:
             self.status = self._signals.wait_for(program, partial(self._look, program, lease))
             self._signals.ignore()
             if self._is_lost.locked() and self._ends_it:
-                # What it has left running goes too.
+                # Processes that the program has left running are ended, too.
                 self._is_ended.wait()
 
     def _look(self, program: Program, lease: Lease) -> None:
-        # The log of a loss comes before callbacks, and waits for whoever reads standard error.
+        # The log of a loss comes before callbacks, and waits for the reader of standard error.
         if self._ends_it and lease.is_lost:
             self._on_lost(program, lease)
 
     def _on_lost(self, program: Program, lease: Lease) -> None:
-        # In a thread of its own, by a look, or after the program's end: the first one alone.
+        # Called in its own thread, by a look, or after the program's end: only the first call acts.
         if not self._is_lost.acquire(blocking=False):
             return
         try:
@@ -224,7 +224,7 @@ class _Run:
                 self._say(lease, "was lost; its program has ended")
             elif self._ends_it:
                 end(program.address, self._grace)
-                # After the end: nobody may read standard error any more.
+                # After the end, because a write may block if standard error is no longer read.
                 self._say(lease, "was lost: its program was stopped")
             else:
                 self._say(lease, "is lost: its program continues without it")
@@ -232,7 +232,7 @@ class _Run:
             self._is_ended.set()
 
     def _before_continuing(self, program: Program, lease: Lease) -> None:
-        # Stopped for longer than the ttl: it must not do anything more.
+        # After a stop for longer than the ttl, the program must not do anything more.
         if self._ends_it and lease.is_lost:
             program.send(signal.SIGTERM)
 

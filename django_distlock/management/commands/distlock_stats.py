@@ -1,4 +1,4 @@
-"""Say how much there is of locks and counters, and what it takes."""
+"""Show the numbers of locks and counters, and the space that they take."""
 
 from __future__ import annotations
 
