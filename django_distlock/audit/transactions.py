@@ -1,4 +1,4 @@
-"""Finds row locks and messages outside of their transactions, and session locks behind a pooler."""
+"""Finds row locks outside transactions, messages before commits, session locks behind poolers."""
 
 from __future__ import annotations
 

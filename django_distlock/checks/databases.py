@@ -40,7 +40,7 @@ from .schema import APP, creators, functions, indexes, readers, several, unappli
 _MODELS: tuple[type[models.Model], ...] = (
     FailedTask, HeldLock, FenceCounter, LockEvent, Waiter, SeenFence, RunNote, StoredResponse,
 )  # fmt: skip
-#: Models that are written where the routers say, which may be another database.
+#: Models that are written to the database that routers choose, which may be another one.
 _ROUTED = (FailedTask, LockEvent, SeenFence, StoredResponse)
 
 _PRIMARY = f"Set OPTIONS['using'] to an alias of the primary. {DOCS}"

@@ -154,7 +154,7 @@ def indexes(using: str, present: list[type[models.Model]]) -> Iterator[checks.Ch
 def _missing(
     model: type[models.Model], found: Mapping[str, Any], connection: BaseDatabaseWrapper
 ) -> Iterator[str]:
-    """Yield the names of what the model declares and its table lacks."""
+    """Yield the names of what a model declares and its table lacks."""
     primary = found.get("PRIMARY")
     checks_too = _shows_checks(connection)
     fields: Iterable[Any] = model._meta.local_concrete_fields

@@ -29,8 +29,8 @@ T = TypeVar("T")
 #: The largest part of a ttl before a renewal that leaves the time for two more.
 _MOST_OF_THE_TTL: Final = 1 / 3
 
-#: Bytes. A longer prefix makes a counter more than twice as large as "distlock" does: 258 bytes in
-#: place of 135 on PostgreSQL, where row and index have the prefix. And counters stay.
+#: Bytes. At this length, a counter is about twice as large as with "distlock": 258 bytes instead of
+#: 135 on PostgreSQL, where row and index have the prefix. And counters are never deleted.
 _LONG_PREFIX: Final = 64
 
 #: Scopes of schedules that each node may run.

@@ -35,7 +35,7 @@ _PASSED_OVER: Final = ("<", str(Path(__file__).parents[1]), str(Path(importlib._
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredKey(Document):
-    """A key that a decorator, a class or a command declares. Its fields are in JSON's order.
+    """A key that a decorator, a class or a command declares. Fields are in the order of its JSON.
 
     Attributes:
         key: The template; or, if code of the project makes the key, the name of that code.

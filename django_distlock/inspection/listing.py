@@ -297,7 +297,7 @@ def _pages(
             if wanted.may_fit(record, now) and wanted.fits(each := HeldKey.of(store, record, now)):
                 found.append(each)
                 if len(found) == limit and at < len(page.records):
-                    # The rest is for the next page. Read again, because its cursor is the store's.
+                    # The rest is for the next page. Read fewer again, to get the store's cursor.
                     size = at
                     break
         else:

@@ -219,7 +219,7 @@ class Other:
             send(self.pid, signum)
 
     def said(self) -> Iterator[dict[str, Any]]:
-        """Yield the reports of the process, until it ends. Skip a half line that a kill has left."""
+        """Yield the reports of the process, until it ends. Skip a half line that a kill left."""
         assert self._process.stdout  # noqa: S101 - asked for
         for line in self._process.stdout:
             if line.startswith(_MARK) and line.endswith("\n"):

@@ -103,7 +103,7 @@ def _failed(alias: str, error: LockError | ImproperlyConfigured) -> tuple[int, F
 
 
 def _about(plan: Plan) -> dict[str, Any]:
-    """Return what one has to know to compare two runs."""
+    """Return the facts that a comparison of two runs needs."""
     return {
         "seconds": plan.seconds,
         "rounds": plan.rounds,

@@ -47,7 +47,7 @@ class Command(OperatorCommand):
     def handle(self, *, backend: str, dry_run: bool, json: bool, **options: Any) -> None:
         _check({**options, "dry_run": dry_run, "json": json})
         if reason := options["reason"]:
-            # Check the reason first, so that no confirmation is asked for without success.
+            # Check the reason first: a confirmation would be useless with a bad one.
             Order(Operation.FORCE_RELEASE, self.actor(), reason)
         refuse_memory(backend)
         failures: list[Failure] = []
