@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 from django_distlock.backends.database import DatabaseBackend
-from django_distlock.core.records import Contended, Grant
+from django_distlock.backends.memory import MemoryBackend
+from django_distlock.core.records import Contended, Grant, Page
 
 
 class ForgetfulBackend(DatabaseBackend):
@@ -15,3 +17,11 @@ class ForgetfulBackend(DatabaseBackend):
     def _acquire(self, *args: Any, **kwargs: Any) -> Grant | Contended:
         answer = super()._acquire(*args, **kwargs)
         return replace(answer, fence=1) if isinstance(answer, Grant) else answer
+
+
+class SlowListBackend(MemoryBackend):
+    """A store that takes 50 ms for a page of its list."""
+
+    def list(self, *args: Any, **kwargs: Any) -> Page:
+        time.sleep(0.05)
+        return super().list(*args, **kwargs)

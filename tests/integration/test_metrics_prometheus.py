@@ -604,6 +604,16 @@ def test_store_that_fails_is_a_number_and_no_failed_scrape(key: str) -> None:
         prometheus.uninstall(scraped.registry)
 
 
+def test_store_that_fails_at_once_leaves_the_others_their_time(key: str) -> None:
+    """The locks of a store are counted, though another one has refused before it answered."""
+    slow = {"BACKEND": "tests.integration.brittle_backend.SlowListBackend"}
+    with override_settings(DISTLOCK={"away": DEAD, "slow": slow}), distlock(key, backend="slow"):
+        scraped = Scraped()
+        assert scraped.value("store_up", backend="away") == 0
+        assert scraped.value("locks_held", backend="slow") == 1
+        prometheus.uninstall(scraped.registry)
+
+
 def test_stores_are_asked_once_in_a_while(key: str) -> None:
     """Two scrapes in a row are one question; and one process of many is enough to ask."""
     # What other tests have left on other backends is none of it.

@@ -77,7 +77,8 @@ class Health:
     """Whether a store answers.
 
     Attributes:
-        code: "ok", the code of the error, "misconfigured", or "timeout": no answer in time.
+        code: "ok", the code of the error, "misconfigured", or "timeout": no answer in time, or an
+            error that is none of this package's.
         seconds: How long the round trip took; None: it did not succeed.
     """
 
@@ -139,13 +140,11 @@ def store_numbers(prefix_of: Callable[[str], str]) -> Mapping[Instrument, Values
     begin_each(_late, max_age=MAX_AGE)
     up = {alias: float(each.is_up) for alias, each in health().items()}
     held, over, oldest, late = Values(), Values(), Values(), Values()
-    # A store that did not answer `health` has used up the time of this scrape already.
-    until = time.monotonic() + (PATIENCE if all(up.values()) else 0.0)
-    for alias, counted in _answers(_count, until):
+    for alias, counted in _answers(_count):
         held[alias,] = counted.held
         over[alias,] = counted.past_expiry
         _put_highest(oldest, alias, counted.oldest, prefix_of)
-    for alias, ages in _answers(_late, until):
+    for alias, ages in _answers(_late):
         _put_highest(late, alias, ages, prefix_of)
     return {
         STORE_UP: {(alias,): each for alias, each in up.items()},
@@ -156,9 +155,8 @@ def store_numbers(prefix_of: Callable[[str], str]) -> Mapping[Instrument, Values
     }
 
 
-def _answers(question: Callable[[str], T | None], until: float) -> Iterator[tuple[str, T]]:
-    patience = max(0.0, until - time.monotonic())
-    for alias, answer in ask_each(question, max_age=MAX_AGE, patience=patience).items():
+def _answers(question: Callable[[str], T | None]) -> Iterator[tuple[str, T]]:
+    for alias, answer in ask_each(question, max_age=MAX_AGE, patience=PATIENCE).items():
         if answer is not None:
             yield alias, answer
 
