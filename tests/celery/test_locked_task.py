@@ -325,6 +325,19 @@ def test_missing_parentheses_are_told_at_import(decorator: str, tmp_path: Path) 
         import_module("bare")
 
 
+@pytest.mark.parametrize("mistake", [locked_task, locked_task("key")], ids=["as key", "wrapped"])
+def test_task_is_refused_before_its_app_is_finalized(mistake: Any) -> None:
+    """A finalized app takes no more tasks as they are defined: looking must not do that."""
+    app = Celery("lazy", set_as_current=False)
+
+    @app.task
+    def capture() -> None: ...
+
+    with pytest.raises(InvalidArgument, match=r"needs a key|a task already"):
+        mistake(capture)
+    assert not app.finalized
+
+
 def test_missing_parentheses_are_told_at_the_first_run(app: Celery) -> None:
     """Of a function inside of another one it is not known before, whatever it is called with."""
     bare: Any = locked_task

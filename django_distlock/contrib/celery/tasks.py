@@ -89,6 +89,8 @@ def locked_task(  # noqa: PLR0913 - each says one thing, by name
         InvalidArgument: An argument breaks a rule, or the function is a task already.
         LockUsageError: Its body would run after its call returns, like that of a coroutine.
     """
+    if _is_task(lock):
+        raise InvalidArgument('locked_task needs a key, as in @locked_task("…").')
     refuse_function(lock, "locked_task")
     given = {
         "lock": lock, "locks": locks, "unique": unique, "unique_until": unique_until,
@@ -96,8 +98,6 @@ def locked_task(  # noqa: PLR0913 - each says one thing, by name
         "on_conflict": on_conflict, "on_unavailable": on_unavailable, "max_wait": max_wait,
         "inherit": inherit, **options,
     }  # fmt: skip
-    if lock is not None and isinstance(lock, (Task, Proxy)):
-        raise InvalidArgument('locked_task needs a key, as in @locked_task("…").')
 
     def decorate(*args: Any, **kwargs: Any) -> Any:
         return _wrapped(only_function(lock, args, kwargs), given)
@@ -207,9 +207,13 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         return super().signature_from_request(request, args, kwargs, queue, **extra_options)
 
 
+def _is_task(value: object) -> bool:
+    # Not `isinstance`, which asks a proxy for its `__class__`, and that finalizes the app.
+    return issubclass(type(value), (Task, Proxy))
+
+
 def _wrapped(function: Callable[P, T], given: dict[str, Any]) -> Callable[P, T]:
-    # The type of a proxy is checked, because a look at its `__class__` finalizes the app.
-    if isinstance(function, Task) or issubclass(type(function), Proxy):
+    if _is_task(function):
         raise InvalidArgument(
             "locked_task is written below @shared_task or @app.task: it wraps the function, and"
             " this is a task already."
