@@ -92,7 +92,10 @@ class Notes:
 
 
 def level_of(message: checks.CheckMessage) -> str:
-    """Return how bad it is. Error: locks are not granted, or do not exclude; else: they may not."""
+    """Return how bad a finding is.
+
+    An error: locks are not granted, or do not exclude each other. A warning: they may not.
+    """
     if message.level >= checks.ERROR:
         return "error"
     return "warning" if message.level >= checks.WARNING else "info"
