@@ -1,6 +1,6 @@
-"""The admin: a dashboard of all backends, and what the tables of a database hold.
+"""The admin: a dashboard of all backends, and lists of the tables in a database.
 
-Everything goes through `inspection`, so that pages, commands and JSON agree.
+All pages use `inspection`, so that pages, commands and JSON agree.
 """
 
 from __future__ import annotations

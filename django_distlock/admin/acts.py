@@ -1,4 +1,4 @@
-"""What an operator may do to keys and records: what pages say will happen, and what came of it."""
+"""The operations of the admin on keys and records, and the messages about their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .filters import named_backends
 
 
 class ReasonForm(forms.Form):
-    """Why it is done."""
+    """The reason for an operation."""
 
     reason = forms.CharField(
         label=gettext_lazy("Reason"), max_length=200, required=False,
@@ -36,12 +36,12 @@ class ReasonForm(forms.Form):
     )  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
-        """Return what the operation takes."""
+        """Return the keyword arguments of the operation."""
         return {"reason": self.cleaned_data["reason"]}
 
 
 class WithinForm(ReasonForm):
-    """How soon, and why."""
+    """The seconds within which a lease expires, and the reason."""
 
     within = forms.FloatField(
         label=gettext_lazy("Expires within (seconds)"), min_value=0, max_value=604_800, initial=10
@@ -53,7 +53,7 @@ class WithinForm(ReasonForm):
 
 
 class PauseForm(ReasonForm):
-    """For how long, and why."""
+    """The duration of a pause, and the reason."""
 
     minutes = forms.FloatField(
         label=gettext_lazy("Duration (minutes)"), min_value=0.1, max_value=527_040, initial=10
@@ -70,10 +70,10 @@ class Act:
 
     Attributes:
         promise: What will happen, in a sentence or two.
-        result: What was done, by the number of keys, or of holders.
-        form: What has to be said before.
-        is_grave: Whether it takes something away, which needs a reason.
-        is_about_holder: Whether it is for the holder that was looked at, and for no later one.
+        result: The message about what was done, with the number of keys or holders.
+        form: The form to fill in before.
+        is_grave: Whether it takes the lock from a holder, which requires a reason.
+        is_about_holder: Whether it applies to the holder that the page showed, and to no later one.
     """
 
     operation: Operation
@@ -156,14 +156,14 @@ ACTS: Final = {
 
 
 def allowed(user: Any) -> list[Act]:
-    """Return what a user may do."""
+    """Return the operations that a user may perform."""
     return [each for each in ACTS.values() if inspection.may(user, each.operation)]
 
 
 def act_on(
     request: HttpRequest, act: Act, targets: Sequence[Target], arguments: dict[str, Any]
 ) -> None:
-    """Do something to keys, one after the other, and tell what became of each."""
+    """Run an operation on keys, one after the other, and show messages about the results."""
     done = 0
     for target in targets:
         outcomes: list[Outcome] = []
@@ -193,14 +193,14 @@ def act_on(
 
 
 def _holders(act: Act, target: Target) -> list[dict[str, int | None]]:
-    """Return what says for each holder that it is about it: who share a key are taken by one."""
+    """Return the arguments that select each holder: sharers of a key are handled one by one."""
     if not act.is_about_holder:
         return [{}]
     return [{"fence": each} for each in target.fences or (None,)]
 
 
 def _tell(request: HttpRequest, target: Target, outcomes: Sequence[Outcome]) -> None:
-    """Tell what is not as it was meant, of all that was done to one key."""
+    """Show a message if an operation on one key was not fully done."""
     busy = next((each for each in outcomes if each.is_busy), None)
     done = next((each for each in outcomes if each.is_done), None)
     if done is not None:
@@ -218,17 +218,17 @@ def _tell(request: HttpRequest, target: Target, outcomes: Sequence[Outcome]) -> 
         )
 
 
-# The admin begins messages with a capital letter: no key may come first.
+# The admin capitalises the first letter of a message, so a key must not come first.
 
 
 def another(target: Target) -> str:
-    """Return that others have a key than those who were seen with it."""
+    """Return the message that a key has other holders than those that the page showed."""
     text = _("Nothing was changed: %(key)s has a new holder. Check it and try again.")
     return text % {"key": printable(target.key)}
 
 
 def _still_held(outcome: Outcome) -> str:
-    """Return how many still share a key that was taken from some; "": none, or nobody can tell."""
+    """Return a message about the sharers that a force-release left; "": none, or unknown."""
     number = 0
     if outcome.operation is Operation.FORCE_RELEASE and outcome.held and outcome.held.shared:
         with suppress(LockError):
@@ -254,7 +254,7 @@ def _busy(outcome: Outcome) -> str:
 
 
 class CleanupForm(ReasonForm):
-    """Where, of what age, and why."""
+    """The backend and the minimum age of the records to remove, and the reason."""
 
     backend = forms.ChoiceField(label=gettext_lazy("Backend"), choices=named_backends)
     hours = forms.FloatField(
@@ -269,7 +269,7 @@ class CleanupForm(ReasonForm):
 
 
 def records_over() -> Iterator[tuple[str, int | None, str]]:
-    """Yield for each backend how many records are of leases that are over, or why nobody knows."""
+    """Yield each alias with its number of expired records (None: unknown), and an error's text."""
     for alias in lock_backends:
         try:
             expired = inspection.statistics(alias).counts.expired
@@ -280,7 +280,7 @@ def records_over() -> Iterator[tuple[str, int | None, str]]:
 
 
 def clean_up(request: HttpRequest, form: CleanupForm) -> None:
-    """Do what a form says, and tell how many are gone."""
+    """Clean up as a form says, and show how many records were removed."""
     try:
         outcome = inspection.cleanup(actor=request.user, **form.arguments())
     except (LockError, ImproperlyConfigured) as error:

@@ -1,4 +1,4 @@
-"""How pages name a key: by an address, and by the value of a checkbox; and where they are."""
+"""The addresses of pages, and the text that names a key in an address or a checkbox."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..models import LockEvent
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A key of a backend, and the fences of the holders who were looked at; (): nobody has said."""
+    """A key of a backend, and the fences of the holders that the page showed; (): not given."""
 
     backend: str
     key: str
@@ -29,7 +29,7 @@ class Target:
 
     @classmethod
     def of(cls, text: str) -> Target:
-        """Read what a form or an address says; `Http404`: it names no legal key, or no backend."""
+        """Parse the text of a form or address; `Http404`: it names no legal key, or no backend."""
         pairs = parse_qsl(text, keep_blank_values=True)
         fields = dict(pairs)
         try:
@@ -43,22 +43,22 @@ class Target:
 
     @property
     def text(self) -> str:
-        """What `of` reads: also the query of an address."""
-        # A form would change line ends, and a key may have some.
+        """The text that `of` parses, which is also the query of an address."""
+        # Encoded, because a form changes line ends, which a key may contain.
         seen = [("fence", each) for each in self.fences]
         return urlencode([("backend", self.backend), ("key", self.key), *seen])
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Where the pages are, in a site of the admin; `events` only for who may see them."""
+    """The addresses of the pages in an admin site; `events` is "" if the user may not see them."""
 
     site: str
     events: str = ""
 
     @classmethod
     def of(cls, site: AdminSite, request: HttpRequest) -> Pages:
-        """Return those of a site that somebody may open."""
+        """Return the pages of a site that the user of a request may open."""
         pages = cls(site.name)
         may_see = site.is_registered(LockEvent) and site.get_model_admin(
             LockEvent
@@ -67,11 +67,11 @@ class Pages:
 
     @property
     def locks(self) -> str:
-        """The dashboard."""
+        """The address of the dashboard."""
         return self._of("heldlock_changelist")
 
     def key(self, target: Target) -> str:
-        """Return the page of a key."""
+        """Return the address of a key's page."""
         return f"{self._of('heldlock_key')}?{target.text}"
 
     def _of(self, name: str) -> str:
@@ -79,10 +79,10 @@ class Pages:
 
 
 def object_page(key: str, site: AdminSite, request: HttpRequest) -> tuple[str, str] | None:
-    """Return the name and the page of the object that a key is about; None: it names none.
+    """Return the name and the page of the object that a key names; None: none, or not allowed.
 
-    A key names a model at its beginning, and after a colon the primary key: `shop.order:17`. The
-    app may be left out where the site has one model of that name.
+    A key begins with the model, a colon and the primary key: `shop.order:17`. The app may be left
+    out if the site has one model of that name.
     """
     name, _, rest = key.partition(":")
     app, _, model_name = name.lower().rpartition(".")

@@ -1,4 +1,4 @@
-"""Numbers as shapes of an SVG, which the templates draw without a script."""
+"""Bar charts, as shapes of an SVG that the templates draw without a script."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from django.utils.translation import gettext as _
 from ..core.wording import span
 from ..inspection.history import History
 
-#: Units of the drawing: the place of a bar is ten wide.
+#: Units of the drawing: the width of a bar's place, and the height of a chart.
 STEP: Final = 10
 HEIGHT: Final = 60
-#: What is drawn first, from below: the kinds that somebody should look at.
+#: The kinds of events that need attention, drawn as the lower part of a bar.
 GRAVE: Final = ("lost", "rejected", "forced")
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Two numbers, one above the other; the title is shown where it is pointed at."""
+    """Two numbers, one above the other; the title appears under the pointer."""
 
     title: str
     x: int
@@ -34,7 +34,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Bars with their axes: what the highest bar stands for, the first one and the last one."""
+    """Bars, with the labels of their axes: the highest number, the first bar and the last bar."""
 
     bars: tuple[Bar, ...]
     most: str
@@ -80,7 +80,7 @@ def of_minutes(past: History) -> Chart:
 
 
 def of_releases(releases: Sequence[tuple[datetime, float, float]]) -> Chart:
-    """Draw how long a key was held, and above that waited for; the last release comes first."""
+    """Draw hold times, with wait times above them; the latest of `releases` comes first."""
     oldest_first = releases[::-1]
     titles = [
         _("%(time)s: held for %(held)s, waited for %(waited)s")
@@ -93,8 +93,8 @@ def of_releases(releases: Sequence[tuple[datetime, float, float]]) -> Chart:
 
 
 def lasted(seconds: float) -> str:
-    """Return how long something took, with the decimal sign of the language."""
-    # A point separates thousands in German: "9.900 s" would be hours.
+    """Return a duration as text, with the decimal separator of the language."""
+    # In German a point separates thousands: "9.900 s" would mean hours.
     return span(seconds, 3).replace(".", formats.get_format("DECIMAL_SEPARATOR"))
 
 

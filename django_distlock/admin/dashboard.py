@@ -1,4 +1,4 @@
-"""The dashboard: what is held on every backend, as it stands now."""
+"""The dashboard: the locks that are held now, on every backend."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ MAX_TARGETS = 100
 
 @admin.register(HeldLock)
 class LockDashboard(ReadOnlyAdmin):
-    """What is held on every backend, in the place of a list of rows."""
+    """The locks held on every backend, shown in place of the admin's list of rows."""
 
     def get_urls(self) -> list[URLPattern]:
-        """Add the page of a key, the one that acts on keys, and the one that cleans up."""
+        """Add the pages that show a key, operate on keys, and clean up."""
         wrap = self.admin_site.admin_view
         operate, cleanup = wrap(self.operate_view), wrap(self.cleanup_view)
-        # What they do stays done, and is noted, whatever becomes of the answer.
+        # What these views do and log stays committed, even if the response fails.
         for using in connections:
             for each in (operate, cleanup):
                 transaction.non_atomic_requests(using)(each)
@@ -58,7 +58,7 @@ class LockDashboard(ReadOnlyAdmin):
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show what is held; with `?live`, only the parts that change, unless nothing has."""
+        """Show the held locks; with `?live`, only the parts that change, or 304 if none has."""
         self._require(request, Operation.VIEW)
         form = FilterForm(request.GET, auto_id="filter-%s")
         pages = Pages.of(self.admin_site, request)
@@ -87,7 +87,7 @@ class LockDashboard(ReadOnlyAdmin):
         return response
 
     def change_view(self, request: HttpRequest, object_id: str, *_: Any, **__: Any) -> HttpResponse:
-        """Go to the page of a key, from the history of the admin."""
+        """Redirect from the history of the admin to the page of a key."""
         self._require(request, Operation.VIEW)
         return redirect(self._pages.key(Target.of(unquote(object_id))))
 
@@ -112,7 +112,7 @@ class LockDashboard(ReadOnlyAdmin):
         return TemplateResponse(request, "admin/django_distlock/key.html", context, status=status)
 
     def _find(self, request: HttpRequest) -> HttpResponse:
-        """Go to the key of the only backend that has one; else say what each of them knows."""
+        """Redirect to the key if one backend knows it; else show what each backend knows."""
         key = request.GET.get("key", "")
         targets = [Target.of(Target(alias, key).text) for alias in lock_backends]
         pages = [(each, _looked_at(each, self._pages, tells_who=False)) for each in targets]
@@ -127,7 +127,7 @@ class LockDashboard(ReadOnlyAdmin):
         return TemplateResponse(request, "admin/django_distlock/found.html", context)
 
     def operate_view(self, request: HttpRequest) -> HttpResponse:
-        """Say what will happen to the keys that were chosen; do it when that was confirmed."""
+        """Show what will happen to the chosen keys, and do it after a confirmation."""
         if request.method != "POST":
             return redirect(self._pages.locks)
         wanted = request.POST.get("operation")
@@ -159,7 +159,7 @@ class LockDashboard(ReadOnlyAdmin):
         return TemplateResponse(request, "admin/django_distlock/operate.html", context)
 
     def cleanup_view(self, request: HttpRequest) -> HttpResponse:
-        """Say what a cleanup removes; do it when that was confirmed."""
+        """Show what a cleanup removes, and do it after a confirmation."""
         self._require(request, Operation.VIEW, Operation.CLEANUP)
         form = CleanupForm(request.POST if request.method == "POST" else None)
         if form.is_valid():
@@ -175,7 +175,7 @@ class LockDashboard(ReadOnlyAdmin):
 
     def _require(self, request: HttpRequest, *operations: Operation) -> None:
         is_allowed = all(may(request.user, each) for each in operations)
-        # Which a project may have narrowed.
+        # A project may have restricted the permission to view.
         if not (is_allowed and self.has_view_permission(request)):
             raise PermissionDenied
 
@@ -193,7 +193,7 @@ class LockDashboard(ReadOnlyAdmin):
         return Pages(self.admin_site.name)
 
     def _behind(self, request: HttpRequest, targets: Sequence[Target]) -> str:
-        """Return where the page was that the form came from: of ours alone."""
+        """Return the address of the page that sent the form: a key's page or the dashboard."""
         back = request.POST.get("back", "")
         if back == "key" and len(targets) == 1:
             return self._pages.key(replace(targets[0], fences=()))
@@ -203,7 +203,7 @@ class LockDashboard(ReadOnlyAdmin):
 
 
 def _chosen(request: HttpRequest, act: Act) -> list[Target]:
-    """Return the keys that a form names, each once with all holders that were chosen of it."""
+    """Return the keys that a form names, each once, with all of its chosen holders."""
     found: dict[tuple[str, str], tuple[int, ...]] = {}
     for each in map(Target.of, dict.fromkeys(request.POST.getlist("target"))):
         fences = each.fences if act.is_about_holder else ()
@@ -212,7 +212,7 @@ def _chosen(request: HttpRequest, act: Act) -> list[Target]:
 
 
 def _looked_at(target: Target, pages: Pages, *, tells_who: bool) -> KeyPage | str:
-    """Return what is known of a key; an error's text where its backend does not answer."""
+    """Return the page of a key, or the text of an error if its backend does not answer."""
     try:
         return KeyPage(show(target.key, target.backend), target, pages, tells_who)
     except (LockError, ImproperlyConfigured) as error:
@@ -220,7 +220,7 @@ def _looked_at(target: Target, pages: Pages, *, tells_who: bool) -> KeyPage | st
 
 
 def _chosen_page(target: Target, pages: Pages, *, tells_who: bool) -> KeyPage | str:
-    """Return the same; a text also where others have the key than those who were chosen."""
+    """Return the same, and a text, too, if none of the chosen holders has the key any more."""
     page = _looked_at(target, pages, tells_who=tells_who)
     is_gone = isinstance(page, KeyPage) and page.all_rows and not page.rows
     return another(target) if is_gone else page

@@ -15,7 +15,7 @@ from ..core.wording import span
 from ..inspection import HeldKey, State
 from .addresses import Pages, Target
 
-#: What stands beside the word for a state, so that colour alone says nothing.
+#: The sign next to the word for a state, so that more than the colour tells states apart.
 ICONS: Final = {
     State.HELD: "●",
     State.QUEUED: "○",
@@ -29,20 +29,20 @@ ICONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A held key, and how many wait for it."""
+    """A held key, and the address of its page."""
 
     lock: HeldKey
     href: str
 
     @property
     def target(self) -> Target:
-        """The key that it is about; of a shared one, this holder alone."""
+        """The key of the row; if the key is shared, of this holder alone."""
         lock = self.lock
         return Target(lock.backend, lock.key, (lock.fence,) if lock.shared else ())
 
     @property
     def identity(self) -> str:
-        """What tells it from all other rows, whoever has a key that is not shared."""
+        """The row's identifier in the page; that of an unshared key stays if its holder changes."""
         lock = self.lock
         return f"{lock.backend}-{lock.key_hash}" + (f"-{lock.fence}" if lock.shared else "")
 
@@ -53,27 +53,27 @@ class Row:
 
     @property
     def request(self) -> str:
-        """The request that the holder works for, where it said so."""
+        """The request that the holder works for, if its metadata contain it."""
         return str(self.lock.holder.metadata.get("request", ""))
 
     @property
     def now(self) -> int:
-        """The store's clock when it was looked at, in milliseconds since 1970."""
+        """The store's time when the lock was read, in milliseconds since 1970."""
         return milliseconds(self.lock.observed_at)
 
     @property
     def since(self) -> int:
-        """When it was granted, in milliseconds since 1970."""
+        """When the lock was granted, in milliseconds since 1970."""
         return milliseconds(self.lock.acquired_at)
 
     @property
     def end(self) -> int | None:
-        """When the lease ends, in milliseconds since 1970."""
+        """When the lease ends, in milliseconds since 1970; None: no expiry."""
         return None if self.lock.expires_at is None else milliseconds(self.lock.expires_at)
 
     @property
     def span(self) -> int | None:
-        """Milliseconds that the last renewal gave; None: no expiry."""
+        """Milliseconds from the last renewal to the end of the lease; None: no expiry."""
         lock = self.lock
         if lock.expires_at is None:
             return None
@@ -81,21 +81,21 @@ class Row:
 
     @property
     def left(self) -> int:
-        """Milliseconds that are left; 0: none, or without an end."""
+        """Milliseconds until the lease ends; 0: it has ended, or has no expiry."""
         return max(0, (self.end or 0) - self.now)
 
     @property
     def left_text(self) -> str:
-        """How long the lease lasts, unless it is renewed; "": without an end."""
+        """How long the lease still lasts unless it is renewed; "": no expiry."""
         return "" if self.end is None else span(self.left / 1000, 0)
 
     @property
     def age_text(self) -> str:
-        """For how long it has been held."""
+        """How long the lock has been held."""
         return span(self.lock.held_for, 0)
 
     def facts(self) -> tuple[object, ...]:
-        """Return what a refresh has to show again when it has changed."""
+        """Return the values whose change makes a refresh show the row again."""
         lock = self.lock
         return (
             lock.backend, lock.key, lock.token_hash, lock.fence, lock.state.value, self.end,
@@ -105,12 +105,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the list, by which it can be sorted.
+    """A column by which the list can be sorted.
 
     Attributes:
-        name: What the address calls it.
-        value: What rows are compared by.
-        greatest_first: Whether that is what one wants to see first.
+        name: The column's name in the address.
+        value: Returns what rows are compared by.
+        greatest_first: Whether the first click puts the greatest value first.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Column:
     greatest_first: bool = False
 
     def orders(self) -> tuple[str, str]:
-        """Return the two orders, the one first that is wanted first; "-": the greatest first."""
+        """Return the two orders, the one of the first click first; "-": greatest value first."""
         orders = (self.name, f"-{self.name}")
         return orders[::-1] if self.greatest_first else orders
 
@@ -129,7 +129,7 @@ class Column:
         return second if order == first else first
 
     def aria_sort(self, order: str) -> str:
-        """Return how the rows are sorted by it, as `aria-sort` says it."""
+        """Return the column's value of `aria-sort` in an order of the rows."""
         ways = {self.name: "ascending", f"-{self.name}": "descending"}
         return ways.get(order, "none")
 
@@ -149,7 +149,7 @@ COLUMNS: Final = (
 
 
 def ordered(rows: Iterable[Row], order: str) -> list[Row]:
-    """Return rows by one of the `Column.orders`."""
+    """Return rows sorted by one of the `Column.orders`."""
     (column,) = (each for each in COLUMNS if each.name == order.removeprefix("-"))
     return sorted(rows, key=column.value, reverse=order.startswith("-"))
 
@@ -160,5 +160,5 @@ def row_of(lock: HeldKey, pages: Pages) -> Row:
 
 
 def milliseconds(instant: datetime) -> int:
-    """Return an instant as browsers count: since 1970."""
+    """Return an instant in milliseconds since 1970, as browsers count."""
     return round(instant.timestamp() * 1000)

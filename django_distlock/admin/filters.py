@@ -1,4 +1,4 @@
-"""What the dashboard can be narrowed to."""
+"""The forms of the dashboard: filters of the list, and the search for a key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..inspection import State
 from ..inspection.summary import SOON
 from .dashboard_rows import COLUMNS
 
-#: Seconds that a lock may have been held for.
+#: Choices of the seconds for which a lock has been held at least.
 AGES = (
     ("", _("any age")),
     ("60", _("longer than a minute")),
@@ -28,9 +28,9 @@ def _backends() -> list[tuple[str, Any]]:
     return [("", _("all")), *named_backends()]
 
 
-#: Of its ttl, what may have gone since a renewal: more, and two beats in a row have failed.
+#: The part of the ttl that may pass since a renewal; after more, two beats in a row have failed.
 LATE = 0.7
-#: What the numbers above the list count and no state says, and what `list_locks` takes for it.
+#: Filters that are no state but have a number above the list, with the arguments of `list_locks`.
 COUNTED: dict[str, tuple[Any, dict[str, Any]]] = {
     "ending_soon": (_("expires within 10 s"), {"ends_within": SOON}),
     "overdue": (_("late heartbeat"), {"overdue": LATE}),
@@ -46,7 +46,7 @@ def _states() -> list[tuple[str, Any]]:
 
 
 def named_backends() -> list[tuple[str, Any]]:
-    """Return the backends as choices, of which one has to be named."""
+    """Return the backends as choices, without a choice of all of them."""
     return [(alias, alias) for alias in lock_backends]
 
 
@@ -55,14 +55,14 @@ def _orders() -> list[tuple[str, str]]:
 
 
 class KeyForm(forms.Form):
-    """A key that somebody knows by name: nobody need hold it."""
+    """The search for a key by its name; the key need not be held."""
 
     key = forms.CharField(label=_("Key"), max_length=512, strip=False)
     backend = forms.ChoiceField(label=_("Backend"), required=False, choices=_backends)
 
 
 class FilterForm(forms.Form):
-    """Which locks are shown."""
+    """The filters and the order of the list."""
 
     backend = forms.ChoiceField(label=_("Backend"), required=False, choices=_backends)
     begins = forms.CharField(
@@ -77,7 +77,7 @@ class FilterForm(forms.Form):
     order = forms.ChoiceField(required=False, choices=_orders, widget=forms.HiddenInput)
 
     def clean_begins(self) -> str:
-        """Refuse what no key can begin with."""
+        """Refuse a text that no key can begin with."""
         text: str = self.cleaned_data["begins"]
         try:
             return stored_key(text) if text else ""
@@ -85,7 +85,7 @@ class FilterForm(forms.Form):
             raise forms.ValidationError(str(error)) from None
 
     def arguments(self) -> dict[str, Any]:
-        """Return what `list_locks` takes: of what is legal, which is more than nothing."""
+        """Return the arguments of `list_locks`, without those of fields with illegal values."""
         self.full_clean()
         given = self.cleaned_data
         state = given.get("state")

@@ -1,4 +1,4 @@
-"""All that is known about a key, as its page shows it."""
+"""The content of a key's page: all that is known about the key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .dashboard_rows import Row, row_of
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that happened to a key, or will."""
+    """Something that happened to a key, or will happen."""
 
     at: datetime
     what: str | Promise
@@ -35,7 +35,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """How somebody held a key."""
+    """A past hold of a key: when it was released, how long it took, and its holder."""
 
     at: datetime
     held: str
@@ -46,7 +46,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class KeyPage:
-    """What the page of a key shows: events and past holders only where it `tells_who`."""
+    """The content of the page; events and past holders are shown only if `tells_who`."""
 
     view: KeyView
     target: Target
@@ -55,29 +55,29 @@ class KeyPage:
 
     @property
     def row(self) -> Row | None:
-        """The lock, as the dashboard shows it; None: nobody holds it."""
+        """The lock as a row of the dashboard; None: nobody holds the key."""
         held = self.view.held
         return None if held is None else row_of(held, self.pages)
 
     @property
     def all_rows(self) -> list[Row]:
-        """Everybody who holds it."""
+        """The rows of all holders."""
         held = () if self.view.held is None else (self.view.held,)
         return [row_of(each, self.pages) for each in self.view.sharing or held]
 
     @property
     def rows(self) -> list[Row]:
-        """Those of them whom the target names: all, where it names none."""
+        """The rows of the holders that the target names; all rows, if it names none."""
         fences = self.target.fences
         return [each for each in self.all_rows if not fences or each.lock.fence in fences]
 
     @property
     def others(self) -> int:
-        """How many hold it beside those."""
+        """The number of holders that are not in `rows`."""
         return len(self.all_rows) - len(self.rows)
 
     def chain(self) -> list[tuple[str, str, Holder | None]]:
-        """What its holder waits for, and so on: each key, its page and its holder."""
+        """Return the keys in `KeyView.chain()`, each with its page and its holder."""
         return [
             (each.key, self.pages.key(Target(self.target.backend, each.key)), each.holder)
             for each in self.view.chain()
@@ -85,7 +85,7 @@ class KeyPage:
 
     @property
     def releases(self) -> list[Release]:
-        """How it was held before, the last time first."""
+        """Past holds of the key, the latest first."""
         return [
             Release(each.at, lasted(held), lasted(waited), known_holder(each.holder), each.fence)
             for each, (held, waited) in self._releases()
@@ -93,7 +93,7 @@ class KeyPage:
 
     @property
     def chart(self) -> Chart | None:
-        """How long it was held and waited for; None: no release is to be shown."""
+        """The chart of hold and wait times; None: there is no release to show."""
         found = self._releases()
         return of_releases([(event.at, *times) for event, times in found]) if found else None
 
@@ -111,7 +111,7 @@ class KeyPage:
         return view.knows_fence and all(each is None for each in found) and not any(past)
 
     def fits(self, operation: Operation) -> bool:
-        """Whether there is something now that it could be done to."""
+        """Whether an operation can have an effect on the key now."""
         if self.is_unknown:
             return False
         paused = self.view.paused_until is not None
@@ -121,12 +121,12 @@ class KeyPage:
 
     @property
     def fence_after(self) -> int:
-        """The least fence of whoever gets the key after a forced release."""
+        """The lowest fence that the next holder can have after a force-release."""
         return self.view.fence + 1
 
     @property
     def moments(self) -> list[Moment]:
-        """What happened, the last first, with the grant and the end of the lease among it."""
+        """The events, and the grant and the end of the lease, sorted with the latest first."""
         found = [
             Moment(each.at, each.get_kind_display(), each.fence, each.actor, each.reason)
             for each in (self.view.events if self.tells_who else None) or ()
@@ -147,7 +147,7 @@ class KeyPage:
 
     @property
     def commands(self) -> list[tuple[Promise, str]]:
-        """What an operator may type instead, ready for a shell."""
+        """Commands that do the same in a shell, each with its label."""
         named = f"--backend {shlex.quote(self.target.backend)} {_quoted(self.target.key)}"
         return [
             (_("Show"), f"python manage.py distlock_show {named}"),
@@ -156,7 +156,7 @@ class KeyPage:
 
     @property
     def metadata(self) -> list[tuple[str, str]]:
-        """What the holder added about itself; as text, or pages would localise the numbers."""
+        """The holder's metadata; as text, because pages would localise numbers."""
         told = {} if self.view.held is None else self.view.held.holder.metadata
         return sorted(
             (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
@@ -165,22 +165,22 @@ class KeyPage:
 
     @property
     def seen(self) -> str:
-        """What a form sends to name the key and whom it was seen with."""
+        """The text by which a form names the key and the holders that the page showed."""
         found = tuple(each.lock.fence for each in self.rows)
         fences = self.target.fences or found or (self.view.fence,)
         return replace(self.target, fences=fences).text
 
 
 def _quoted(key: str) -> str:
-    """Return a key as a shell takes it, with nothing in it that changes how a page shows it."""
+    """Return a key quoted for a shell, with invisible characters escaped."""
     text = shlex.quote(key) if is_seen(key) else f"$'{''.join(map(_escaped, key))}'"
-    # Else an option begins here.
+    # Without `--`, the key would be read as an option.
     return f"-- {text}" if key.startswith("-") else text
 
 
 def _escaped(character: str) -> str:
     if is_seen(character):
         return f"\\{character}" if character in "\\'" else character
-    # Not `\xHH`, which is a byte there.
+    # Not `\xHH`, which is a byte in a shell.
     code = ord(character)
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,4 +1,4 @@
-"""What the dashboard shows, gathered from all backends."""
+"""The content of the dashboard, gathered from all backends."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from .charts import Chart, of_minutes
 from .dashboard_rows import COLUMNS, Column, Row, ordered, row_of
 from .filters import LATE, FilterForm
 
-#: Locks of a page.
+#: Locks on a page.
 LIMIT = 50
-#: Locks that are sorted. No store has an index for it: so many are read.
+#: Locks that are read at most to be sorted, because no store has an index for it.
 SORTED = 1000
-#: Keys that are named, of those that most wait for.
+#: Contended keys that are shown at most, and expired leases of each backend.
 MOST = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A number that somebody should know, and the list behind it.
+    """A number above the list, with a link to what it counts.
 
     Attributes:
-        name: What programs and style sheets call it.
-        number: None: it cannot be told.
-        href: "": whoever looks may not open the list.
-        is_exact: Whether it is just that, or about that.
-        is_grave: Whether somebody should look.
-        is_least: Whether it lacks what a backend has that could not be asked.
+        name: The name for programs and style sheets.
+        number: None: unknown.
+        href: "": the user may not open the linked list.
+        is_exact: Whether the number is exact, and no estimate.
+        is_grave: Whether the number needs attention.
+        is_least: Whether the number is a minimum, because a backend did not answer.
     """
 
     name: str
@@ -65,9 +65,9 @@ class Card:
     is_least: bool = False
 
     def facts(self) -> tuple[object, ...]:
-        """Return what a refresh has to show again when it has changed.
+        """Return the values whose change makes a refresh show the number again.
 
-        The latest heartbeat moves all the time: it is news when it is too late.
+        The latest heartbeat changes all the time, so only the change to or from late counts.
         """
         number = None if self.name == "overdue" else self.number
         return self.name, number, self.is_exact, self.is_grave, self.is_least
@@ -75,7 +75,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A key that many wait for, with the width of its bar in percent of the longest one."""
+    """A contended key, with its waiters and the width of their bar in percent of the longest."""
 
     key: str
     number: int
@@ -85,20 +85,20 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What is held, how much of everything there is, and what happened.
+    """The held locks, numbers of everything, and what happened.
 
     Attributes:
-        order: What the rows are sorted by: see `Column.orders`; "": by
-            backend, and as that lists them.
-        looked_at: How many locks were sorted, where the rows are only the first of them, or where
-            there are more; 0: the rows are all.
-        following: Where the next page starts; None: this was the last one.
-        expired: Leases that nobody gave back, the last ones of each backend.
-        outages: Backends that could not be asked.
-        lost: Backends of Redis that have lost their data.
-        unlisted: Backends that cannot list what they hold.
-        unreadable: Keys whose records somebody has written to, each with its page.
-        transactions: What transactions keep, or wait for, the longest one first.
+        order: What the rows are sorted by: see `Column.orders`; "": by backend, each in its own
+            order.
+        looked_at: How many locks were read and sorted, if the rows are only a part of all locks;
+            0: the rows are all of them, or not sorted.
+        following: The cursor of the next page; None: there is none.
+        expired: Leases that expired without a release, the latest ones of each backend.
+        outages: Backends that did not answer.
+        lost: Redis backends that have lost their data.
+        unlisted: Backends that cannot list their locks.
+        unreadable: Keys whose records another program has written to, each with its page.
+        transactions: Keys that transactions have locked or wait for, the longest one first.
     """
 
     rows: tuple[Row, ...]
@@ -118,7 +118,7 @@ class Overview:
 
     @classmethod
     def of(cls, form: FilterForm, cursor: str | None, pages: Pages) -> Overview:
-        """Ask all backends for a page, from a cursor on; the first one where that is none."""
+        """Read a page of all backends, from a cursor on; the first page if it is illegal."""
         arguments = form.arguments()
         order = form.cleaned_data.get("order", "")
         if order:
@@ -156,12 +156,12 @@ class Overview:
 
     @property
     def columns(self) -> list[tuple[Column, str, str]]:
-        """The columns, each with the order that a click asks for, and how it is sorted now."""
+        """The columns, each with the order that a click asks for, and its `aria-sort`."""
         order = self.order
         return [(each, each.next_order(order), each.aria_sort(order)) for each in COLUMNS]
 
     def facts(self) -> tuple[object, ...]:
-        """Return what a refresh has to show again when it has changed."""
+        """Return the values whose change makes a refresh show the page again."""
         return (
             [each.facts() for each in self.rows],
             self.looked_at,
@@ -180,7 +180,7 @@ class Overview:
 
 @lru_cache(maxsize=1)
 def problems() -> tuple[checks.CheckMessage, ...]:
-    """Return what the system checks find without asking a server; once in each process."""
+    """Return what the system checks find without a server; computed once in each process."""
     found = checks.run_checks(tags=["distlock"])
     return tuple(
         each for each in found
@@ -197,7 +197,7 @@ setting_changed.connect(_forget, dispatch_uid="django_distlock.admin")
 
 
 def _most(arguments: dict[str, Any]) -> LockPage:
-    """Return as many locks as are sorted: a page with filters may have fewer, and others follow."""
+    """Return the locks to sort, from as many pages as it takes: filtered pages may be short."""
     whole = LockPage(())
     cursor: str | None = None
     while len(whole.locks) < SORTED:
@@ -239,7 +239,7 @@ def _cards(
         counts = [getattr(each, name) for each in summaries]
         known = [each for each in counts if each is not None]
         number = sum(each.number for each in known) if known else None
-        # What is left out may be all there is.
+        # Not 0, because the backend that did not answer may have some.
         if is_least and not number:
             number = None
         exact = all(each.is_exact for each in known)
@@ -265,7 +265,7 @@ def _cards(
 
 
 def _expired(summaries: list[Summary], pages: Pages) -> Iterator[Row]:
-    """Yield leases that nobody gave back, where they can be found without a long look."""
+    """Yield leases that expired without a release, of backends that find them quickly."""
     for each in summaries:
         if each.past_expiry.number and each.past_expiry.is_exact:
             try:

@@ -1,4 +1,4 @@
-"""What the tables of a database hold, to read: nothing is added, changed or deleted here."""
+"""Read-only admin pages of the tables: nothing is added, changed or deleted here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ else:
 def _column(
     description: Any, show: Callable[[Any], str], ordering: str | None = None
 ) -> Callable[[Any, Any], str]:
-    """Return a column of a list, and of the page of a row."""
+    """Return a column for a list and for the page of a row."""
 
     @admin.display(description=description, ordering=ordering)
     def column(_admin: Any, row: Any) -> str:
@@ -44,14 +44,14 @@ def _column(
 
 
 class ReadOnlyAdmin(_ModelAdmin):
-    """Rows that people may look at, in the database that the locks are in."""
+    """A read-only list of rows, from the database that has the locks."""
 
     actions = None
     show_full_result_count = False
     list_per_page = 50
 
     def has_add_permission(self, request: HttpRequest, *_: Any, **__: Any) -> bool:
-        """Nobody adds, changes or deletes rows by hand."""
+        """Return False: nobody adds, changes or deletes rows by hand."""
         return False
 
     has_change_permission = has_delete_permission = has_add_permission
@@ -66,7 +66,7 @@ class ReadOnlyAdmin(_ModelAdmin):
     def get_object(
         self, request: HttpRequest, object_id: str, from_field: str | None = None
     ) -> models.Model | None:
-        """Return a row; None where the address names none that a database could have."""
+        """Return a row; None, too, for an id that no database can store."""
         if not is_plain_text(object_id):
             return None
         found: models.Model | None = super().get_object(request, object_id, from_field)
@@ -75,7 +75,7 @@ class ReadOnlyAdmin(_ModelAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: models.QuerySet[Any], search_term: str
     ) -> tuple[models.QuerySet[Any], bool]:
-        """Find keys by their beginning, which may have spaces in it."""
+        """Find keys by their beginning, which may contain spaces."""
         try:
             begins = stored_key(search_term) if search_term else ""
         except LockError:
@@ -105,7 +105,7 @@ class FenceCounterAdmin(ReadOnlyAdmin):
         return _for_user(request, super().get_fields(request, obj))
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
-        """Let an address ask who paused a key only for a user to whom that is shown."""
+        """Allow filters by who paused a key only to users who may see that."""
         is_about_who = lookup.startswith("paused_by")
         allowed: bool = super().lookup_allowed(lookup, value, request)
         return allowed and (not is_about_who or may_see_events(request))
@@ -116,7 +116,7 @@ class FenceCounterAdmin(ReadOnlyAdmin):
     paused = _column(_("paused until"), lambda each: _moment(each.paused_until), "paused_until")
 
     def database(self) -> str:
-        """Return the database of the locks, also where no router names it."""
+        """Return the database of the locks, even if no router names it."""
         routed = super().database()
         locks = [each.using for each in configured(BaseLockBackend) if each.using]
         return routed if routed in locks or not locks else locks[0]
@@ -124,7 +124,7 @@ class FenceCounterAdmin(ReadOnlyAdmin):
 
 @admin.register(LockEvent)
 class LockEventAdmin(ReadOnlyAdmin):
-    """What happened, by the day and by the kind."""
+    """The lock events, with filters by day and by kind."""
 
     list_display = ("moment", "kind", "key_page", "backend", "plain_fence", "by", "why")
     list_display_links = ("moment",)
@@ -146,7 +146,7 @@ class LockEventAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("key"), ordering="key")
     def key_page(self, event: LockEvent) -> str:
-        """Lead to the key, where its backend is still there."""
+        """Return a key, as a link to its page if its backend is still configured."""
         key: str = event.key
         has_page = event.backend in lock_backends and self.admin_site.is_registered(HeldLock)
         if not key or not has_page:
@@ -156,7 +156,7 @@ class LockEventAdmin(ReadOnlyAdmin):
 
 
 def may_see_events(request: HttpRequest) -> bool:
-    """Whether names of operators and their reasons are for this user."""
+    """Whether the user may see the names of operators and their reasons."""
     return bool(request.user.has_perm("django_distlock.view_lockevent"))
 
 
