@@ -1,7 +1,7 @@
-"""Fencing at the write: whoever comes with an older fence than a row has is refused.
+"""Fencing at the write: a row refuses a write with an older fence than its own.
 
-A lease can outlive the attention of its holder: a process stands still, and writes when it wakes up
-after the end of its lease. What it writes to is where that is noticed.
+A process may stand still, and write after its lease has expired. Only what it writes to can notice
+that.
 """
 
 from .fields import FenceField

@@ -1,4 +1,4 @@
-"""The column that holds the highest fence that has touched a row, and what raises it."""
+"""The column for the highest fence that has touched a row, and the expression that raises it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from django.utils.translation import gettext_lazy as _
 
 from .rejecting import Fenced
 
-#: What the column is called, in every model.
+#: The name of the field in every model.
 FENCE = "fence"
 
-#: One more is more than MySQL can count.
+#: The highest integer of MySQL: one more is an error.
 _MOST = 2**64 - 1
-# The quotes around it are those of the server's language.
+# Without the quotes around it, which depend on the server's language.
 _REFUSED = re.compile(r"distlock:(\d+):(.*):(fence|key)", re.DOTALL)
 
-#: Texts are one key where their bytes are, whatever the collation of a column says.
+#: Texts are the same key only if their bytes are equal, whatever a column's collation says.
 _SAME_TEXT = {
     "mysql": "CAST(CONVERT({} USING utf8mb4) AS BINARY) = CAST(%s AS BINARY)",
     "postgresql": '{} COLLATE "C" = %s',
@@ -33,15 +33,15 @@ _SAME_TEXT = {
 }
 
 
-#: Whoever has no lease: every row has a higher fence.
+#: Replaces the lease in a write without one: every row has a higher fence.
 NOBODY: Final[Any] = SimpleNamespace(key="", fence=-1)
 
 
 class FenceField(models.PositiveBigIntegerField):  # type: ignore[type-arg]
-    """The highest fence that touched the row. Written by fenced writes alone, and never lowered.
+    """The highest fence that touched the row. Only fenced writes change it, and none lowers it.
 
-    Without a lease, an update leaves the column as it is, whatever the instance holds: that may be
-    older than what is in the database.
+    An update without a lease leaves the column as it is, because the instance may hold an older
+    value than the database.
     """
 
     description = _("Fence")
@@ -56,7 +56,7 @@ class FenceField(models.PositiveBigIntegerField):  # type: ignore[type-arg]
             )
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:
-        """Return the lease's fence; without one, what an insert brings and an update finds."""
+        """Return the lease's fence; without a lease, an insert's own, and an update's column."""
         by: Fenced | None = getattr(model_instance, "_fenced_by", None)
         if add:
             value: int = super().pre_save(model_instance, add) if by is None else by.fence
@@ -70,17 +70,17 @@ class FenceField(models.PositiveBigIntegerField):  # type: ignore[type-arg]
 
 
 class Mark(Expression):
-    """The fence of a lease, as the new value of a row's: an error where the row has a higher one.
+    """The new value of a row's fence: that of a lease, or an error if the row's is higher.
 
-    The value itself refuses, so one statement is enough to write many rows or none, and a row that
-    no filter has matched is told from a row that was refused.
+    The value itself refuses, so one statement writes many rows or none, and a row that refused
+    differs from one that the filter did not match.
 
     Args:
-        by: What the row is written under.
-        fields: Columns that the row has to have these values in.
+        by: The lease or fence under which the row is written.
+        fields: The values that the row must have in these columns.
     """
 
-    # As a class attribute: a new one for each write would cost as much as the rest.
+    # A class attribute, because a new field for each write would cost as much as the rest.
     output_field = models.PositiveBigIntegerField()
 
     def __init__(self, by: Fenced, model: type[models.Model], fields: Mapping[str, Any]):
@@ -89,13 +89,13 @@ class Mark(Expression):
         self.fields = fields
 
     def resolve_expression(self, *args: Any, **kwargs: Any) -> Mark:
-        """Return itself: an UPDATE is about one table, so the names of columns are enough."""
+        """Return itself: an UPDATE writes one table, so the names of columns are enough."""
         return self
 
     def as_sql(
         self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, refusal: str = "NULL"
     ) -> tuple[str, tuple[Any, ...]]:
-        """Refuse by a null, which the column does not take."""
+        """Refuse with a null, which the column does not accept."""
         quote = connection.ops.quote_name
         fence, pk = map(quote, _columns(self.model))
         values, matches = [], ""
@@ -114,7 +114,7 @@ class Mark(Expression):
     def as_postgresql(
         self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
     ) -> tuple[str, tuple[Any, ...]]:
-        """Refuse by a number that is none, but says who: the transaction cannot be asked behind."""
+        """Refuse with an invalid number that names the row: no query can find it afterwards."""
         why = "CASE WHEN true{matches} THEN ':fence' ELSE ':key' END"
         refusal = f"concat('distlock:', {{fence}}, ':', {{pk}}, {why})::bigint"
         return self.as_sql(compiler, connection, refusal)
@@ -122,7 +122,7 @@ class Mark(Expression):
     def as_mysql(
         self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
     ) -> tuple[str, tuple[Any, ...]]:
-        """Refuse by a number that is too large: a null becomes 0 where the mode is not strict."""
+        """Refuse with a number that is too large: without strict mode, a null would become 0."""
         return self.as_sql(compiler, connection, f"{_MOST} + ({{fence}} + 1)")
 
 
@@ -134,10 +134,10 @@ def _columns(model: type[models.Model]) -> tuple[str, str]:
 
 
 def is_refusal(error: DatabaseError, model: type[models.Model]) -> bool:
-    """Whether it is the error by which a `Mark` refuses a row of this model."""
+    """Whether the error is that of a `Mark` which refused a row of this model."""
     text = str(error)
     field: Any = model._meta.get_field(FENCE)
-    # MySQL quotes it by the session's own mode.
+    # MySQL's quotes depend on the mode of the session.
     quoted = f"`{field.column}`", f'"{field.column}"'
     return (
         _REFUSED.search(text) is not None
@@ -147,7 +147,7 @@ def is_refusal(error: DatabaseError, model: type[models.Model]) -> bool:
 
 
 def refused(error: DatabaseError, model: type[models.Model]) -> tuple[Any, int, bool] | None:
-    """Return what the error says of the row that has refused; None: nothing.
+    """Return what the error says about the row that refused; None: nothing.
 
     Returns:
         Its primary key (None: it has several columns), its fence, and whether it belongs to another

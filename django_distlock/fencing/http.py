@@ -1,4 +1,4 @@
-"""Fences on their way to another service: a signed header, and who reads it there."""
+"""Fences sent to other services: a signed header, and the middleware that checks it there."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ __all__ = [
 ]
 
 View = Callable[..., Any]
-#: One that stays what it is for a type checker.
+#: Keeps a view's own type for type checkers.
 V = TypeVar("V", bound=View)
 
 #: The header of a request that carries a fence.
 HEADER = "X-Lock-Fence"
-#: The header of an answer that refuses one: the highest fence that was seen.
+#: The header of a refusal: the highest fence that was seen.
 SEEN_HEADER = "X-Lock-Fence-Seen"
 
-#: Keeps these signatures apart from whatever else the secret signs.
+#: Keeps these signatures apart from others with the same secret.
 _SALT = "django_distlock.fence"
 _FORM = re.compile(r"([A-Za-z0-9_.~%-]+);([1-9][0-9]{0,14});[A-Za-z0-9_-]+")
 
 
 class BadFence(InvalidArgument):
-    """The signature of a fence is not ours: made up, by another secret, or for somebody else."""
+    """A fence's signature is invalid: forged, by another secret, or for another service."""
 
     code = "bad_fence"
 
 
 class RequestFence(Fence):
-    """A fence that came with a request, and was the highest one that was seen then."""
+    """A fence of a request, which was the highest one seen when the request arrived."""
 
     __slots__ = ()
 
     def overtaken(self, using: str, *, hold: bool) -> int | None:
-        """See `Lease.overtaken`: compared with what other requests have brought since."""
+        """See `Lease.overtaken`: compare with the fences of later requests."""
         mark = see(self)
         return mark if mark > self.fence else None
 
@@ -66,12 +66,12 @@ def fence_header(by: Fenced, *, audience: str | None = None) -> dict[str, str]:
     """Return the header that carries a fence to another service: `key;fence;signature`.
 
     The key is percent-encoded, so that any key can be sent. The signature proves that a service
-    with our secret sent it, and not that it is new: whoever overhears it may send it again.
+    with our secret made the header, but not that it is new: an eavesdropper may send it again.
 
     Args:
         by: A lease, or a `Fence`.
-        audience: What the other service calls itself (`DISTLOCK_FENCE_AUDIENCE`), 1 to 100
-            printable characters: no other one believes the header then. None: those without a name.
+        audience: The name of the other service (its `DISTLOCK_FENCE_AUDIENCE`), 1 to 100 printable
+            characters: all others refuse the header. None: for services without a name.
 
     Raises:
         InvalidArgument: `audience` breaks a rule.
@@ -86,7 +86,7 @@ def read_fence_header(text: str) -> Fence:
     """Return the fence that a header carries.
 
     Raises:
-        BadFence: It was not signed with our secret and for us. Also an `InvalidArgument`.
+        BadFence: It was not signed with our secret for this service. Also an `InvalidArgument`.
         InvalidArgument: It is not of the form that `fence_header` makes.
         InvalidLockBackend: `DISTLOCK_FENCE_SECRET` or `DISTLOCK_FENCE_AUDIENCE` breaks a rule.
     """
@@ -112,24 +112,24 @@ def read_fence_header(text: str) -> Fence:
 
 
 class FenceMiddleware:
-    """Refuse requests of holders whose time is over; give the others `request.fence`.
+    """Refuse requests of stale holders; give the others `request.fence`.
 
     =====================================  =====================================================
     the header `X-Lock-Fence`              what happens
     =====================================  =====================================================
     is missing                             `request.fence` is None
     is malformed                           400
-    has a signature that is not ours       403
-    has a fence that no lock has granted   400: so far above those seen that it would end them
+    has an invalid signature               403
+    has a fence that no lock has granted   400: it is too far above those seen, see `FenceJump`
     has a lower fence than one seen        412, with the highest one seen as `X-Lock-Fence-Seen`
     has the highest fence, or a new one    `request.fence` is a `Fence`
     =====================================  =====================================================
 
-    Where it refuses, neither the view nor any middleware below runs. The highest fence of each key
-    is kept in the table of `SeenFence`, committed before the view begins.
+    After a refusal, neither the view nor any later middleware runs. The highest fence of each key
+    is committed to the table of `SeenFence` before the view begins.
 
-    A request that passed may still be slow, and write after a newer one: so the view writes with
-    `fenced(request.fence)`.
+    A request that passed may still be slow and write after a newer one, so the view must write
+    with `fenced(request.fence)`.
     """
 
     sync_capable: ClassVar[bool] = True
@@ -161,18 +161,18 @@ def fence_required(view: V) -> V: ...
 @overload
 def fence_required(*, key: str | Callable[..., str]) -> Callable[[V], V]: ...
 def fence_required(view: View | None = None, *, key: str | Callable[..., str] | None = None) -> Any:
-    """Answer 428 where a request carries no fence, and 403 where it is another key's.
+    """Answer 428 if a request has no fence, and 403 if the fence is that of another key.
 
-    A decorator of views and of methods that get a request, with or without arguments.
+    A decorator, with or without arguments, of views and of methods that get a request.
 
     Args:
-        view: What is decorated.
-        key: The key whose fence it has to be: a template of the view's parameters, such as
-            `"payment:{pk}"`, or what returns the key, called as the view is. None: any key.
+        view: The view.
+        key: The key that the fence must be of: a template of the view's parameters, such as
+            `"payment:{pk}"`, or a function with the view's arguments. None: any key.
 
     Raises:
         InvalidArgument: `key` is neither, or the template names no parameter of the view.
-        LockUsageError: When called: the project has no `FenceMiddleware`.
+        LockUsageError: On a call of the view: the project has no `FenceMiddleware`.
     """
     if key is not None and not (isinstance(key, str) or callable(key)):
         raise InvalidArgument(
@@ -185,7 +185,7 @@ def fence_required(view: View | None = None, *, key: str | Callable[..., str] | 
 
             @wraps(view)
             async def asynchronous(*args: Any, **kwargs: Any) -> Any:
-                # The key may be made of `request.user`, which is queried.
+                # The key may contain `request.user`, which queries the database.
                 unmet = await sync_to_async(_unmet)(made, *args, **kwargs)
                 return unmet or await view(*args, **kwargs)
 
@@ -207,7 +207,7 @@ def _signer(audience: str | None) -> Signer:
 
 
 def _refusal(request: HttpRequest) -> HttpResponse | None:
-    """Set `request.fence`, or return why not."""
+    """Set `request.fence`, or return the refusal of the request."""
     request.fence = None  # type: ignore[attr-defined]
     header = request.headers.get(HEADER)
     if header is None:
@@ -231,8 +231,8 @@ def _refusal(request: HttpRequest) -> HttpResponse | None:
 
 
 def _unmet(key: Callable[..., str] | None, /, *args: Any, **kwargs: Any) -> HttpResponse | None:
-    """Return why a view is not called; None: it is."""
-    # A method has its object first.
+    """Return the refusal that replaces the call of a view; None: call it."""
+    # The first argument of a method is its object.
     given = (*args[:2], kwargs.get("request"))
     request: Any = next((each for each in given if hasattr(each, "META")), None)
     if not hasattr(request, "fence"):
@@ -246,7 +246,7 @@ def _unmet(key: Callable[..., str] | None, /, *args: Any, **kwargs: Any) -> Http
     try:
         wanted = stored_key(key(*args, **kwargs))
     except IllegalKey as error:
-        # Made of what the client has sent.
+        # The key contains what the client has sent.
         return _answer(400, error.code, detail=str(error))
     if request.fence.key == wanted:
         return None

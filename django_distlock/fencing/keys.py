@@ -1,4 +1,4 @@
-"""Which key a row belongs to: `fence_key = "payment:{pk}"`."""
+"""The key that a row belongs to: `fence_key = "payment:{pk}"`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..core.keys import normalize_key
 from .fields import FENCE
 
 _ANY, _NUMBER = ".+", r"-?\d+"
-#: What a key can hold of a field: of a type whose values have one text each.
+#: The pattern of each type of field that a key can contain: its values have one text each.
 _PATTERNS: Mapping[type[models.Field[Any, Any]], str] = {
     models.IntegerField: _NUMBER,
     models.UUIDField: r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
@@ -24,10 +24,10 @@ _PATTERNS: Mapping[type[models.Field[Any, Any]], str] = {
     models.CharField: _ANY,
     models.TextField: _ANY,
 }
-#: Between which fields which separators may be a part of a number: the key could be split there in
-#: several ways.
+#: Separators that could be a part of a number, by the fields around them: then the key could be
+#: split in several ways.
 _UNCLEAR = {(_ANY, _NUMBER): r"[-\d]+", (_NUMBER, _ANY): r"\d+", (_NUMBER, _NUMBER): r"\d+"}
-#: No database counts further.
+#: No field has this integer, or a higher one.
 _MOST = 2**63
 
 
@@ -38,13 +38,13 @@ class KeyTemplate:
         text: Such as `"payment:{pk}"` or `"{tenant_id}:payment:{pk}"`.
 
     Raises:
-        ValueError: It names no column, one that the model does not have, or more of them than a
-            key can be taken apart into.
+        ValueError: The text names no column, or an unknown one, or a key could not be split into
+            its columns in one way only.
     """
 
     def __init__(self, model: type[models.Model], text: str):
         self.text = text
-        #: By the name in the braces: the attribute, and what reads its values.
+        #: By the name in the braces: the attribute, and the field that parses its values.
         self._fields: dict[str, tuple[str, models.Field[Any, Any]]] = {}
         pattern, texts, before = "", 0, ""
         for literal, name, spec, conversion in Formatter().parse(text):
@@ -89,7 +89,7 @@ class KeyTemplate:
         return normalize_key(self.text.format(**named))
 
     def values(self, instance: models.Model) -> dict[str, Any]:
-        """Return what a row has in the columns of its key; None: what the database will say."""
+        """Return a row's values in the columns of its key; None: the database will compute it."""
         found = {}
         for attname, field in self._fields.values():
             value = getattr(instance, attname)
@@ -114,7 +114,7 @@ class KeyTemplate:
         if any(isinstance(value, int) and abs(value) >= _MOST for value in values.values()):
             return None
         if normalize_key(self.text.format(**values)) != key:
-            return None  # Such as a number with a zero in front.
+            return None  # Such as a number with a leading zero.
         return {self._fields[name][0]: value for name, value in values.items()}
 
 

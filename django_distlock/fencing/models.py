@@ -1,4 +1,4 @@
-"""A row that refuses who comes too late."""
+"""The model whose rows refuse stale writes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ _SAVE = ("force_insert", "force_update", "using", "update_fields")
 class FencedModel(models.Model):
     """A model whose rows remember the highest fence that touched them, and refuse lower ones.
 
-    A row that was read or saved under a lease goes on with it: its next `save()` is fenced, too,
-    and so are those of its copies. Saved without one, a row keeps the fence that it has in the
-    database.
+    A row that was read or saved under a lease keeps it: its next `save()` is fenced, too, and so
+    are those of its copies. A save without a lease leaves the fence in the database as it is.
 
     Attributes:
         fence: The highest fence that touched the row; 0: none.
         fence_key: The key that a row belongs to, with the names of columns in braces, such as
-            `"payment:{pk}"`: leases of other keys are refused. None: of any key.
+            `"payment:{pk}"`: leases on other keys are refused. None: any key.
         fence_required: Refuse updates and deletions without a lease. Inserts and fixtures pass.
     """
 
@@ -41,7 +40,7 @@ class FencedModel(models.Model):
 
     objects: ClassVar[Any] = FencedQuerySet.as_manager()
 
-    #: What the row was read or saved under.
+    #: The lease or fence under which the row was read or saved.
     _fenced_by: Fenced | None = None
 
     class Meta:
@@ -53,11 +52,11 @@ class FencedModel(models.Model):
         models.signals.class_prepared.connect(_link_parents, sender=cls)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A lease belongs to its process: what is cached or sent goes on with its key and fence.
+        # A lease belongs to its process: a row that is cached or sent keeps its key and fence.
         return {**super().__getstate__(), "_fenced_by": without_lease(self._fenced_by)}
 
     def __copy__(self) -> Self:
-        # Here, in the same process, it goes on under the same lease.
+        # A copy in the same process keeps the lease itself.
         make, arguments, state, *_ = cast("tuple[Any, ...]", self.__reduce__())
         made: Any = make(*arguments)
         made.__setstate__(state)
@@ -75,12 +74,12 @@ class FencedModel(models.Model):
         """See Django's.
 
         Args:
-            lease: What to save under; None: nothing; left out: what it was read or saved under.
+            lease: The lease to save under; None: none; left out: that of the last read or save.
 
         Raises:
             FenceRejected: The row has a higher fence. Nothing was written.
-            LockUsageError: The lease has no fence, or is of another key; or there is none, and the
-                model requires one.
+            LockUsageError: The lease has no fence, or is on another key; or the model requires a
+                lease, and there is none.
         """
         kwargs.update(zip(_SAVE, args, strict=False))
         fields = kwargs.get("update_fields")
@@ -90,7 +89,7 @@ class FencedModel(models.Model):
         using = kwargs.get("using") or router.db_for_write(type(self), instance=self)
         if lease is UNSET and self._is_copy() and not kwargs.get("update_fields"):
             self._fenced_by = None
-            # Nor does it write over a row that is there.
+            # A copy must not overwrite an existing row, either.
             kwargs["force_insert"] = kwargs.get("force_insert") or (models.Model,)
         by: Fenced | None = self._fenced_by if lease is UNSET else lease
         if by is not None:
@@ -98,16 +97,16 @@ class FencedModel(models.Model):
             if kwargs.get("update_fields"):
                 kwargs["update_fields"] = {*kwargs["update_fields"], FENCE}
             elif self._is_from(using) and not kwargs.get("force_insert"):
-                # Or a row that its next holder has deleted would be inserted again.
+                # Else a row that the next holder has deleted would be inserted again.
                 kwargs["force_update"] = kwargs.get("update_fields") is None
-            # Loaded without, it would not be among what is saved.
+            # Django does not save a field that was not loaded.
             self.__dict__.setdefault(FENCE, 0)
         elif kwargs.get("update_fields") or (FENCE not in self.__dict__ and self._is_from(using)):
-            # The fence is not among the columns that are written, and cannot refuse it.
+            # The fence is not among the written columns, so it cannot refuse the write.
             refuse_without_lease(type(self), "save()")
         before = self.__dict__.get(FENCE)
         self._fenced_by = by
-        # Of a row in two tables, Django opens a transaction that does not know what it makes.
+        # For a row in two tables, Django opens its own transaction, in which ours cannot begin.
         whole = making(by if self._meta.parents else None, using)
         with refusals(by, lambda: self._row(using)), whole:
             super().save(**kwargs)
@@ -119,7 +118,7 @@ class FencedModel(models.Model):
     def _save_table(self, raw: Any = False, cls: Any = None, *args: Any, **kwargs: Any) -> bool:
         forced = dict(zip(("force_insert", "force_update"), args, strict=False), **kwargs)
         if forced.get("force_insert") and forced.get("force_update"):
-            # A parent of a row that was there had to be inserted: somebody has deleted it.
+            # Django had to insert the parent of an existing row: somebody has deleted the row.
             error: type[Exception] = getattr(type(self), "NotUpdated", DatabaseError)
             raise error(f"{label(self)} no longer exists.")
         saved: bool = super()._save_table(raw, cls, *args, **kwargs)  # type: ignore[misc]
@@ -137,10 +136,10 @@ class FencedModel(models.Model):
         return made
 
     def begin(self, using: str) -> None:
-        """Let a row that is inserted begin with a lease of its own key, or without a fence.
+        """Let an inserted row begin with a lease on its own key, or without a fence.
 
-        An instance may be a copy, and bring those of the row that it is a copy of. Only one that is
-        the same row in another database keeps its fence.
+        An instance may be a copy, with the lease and the fence of the original. Only a row that
+        moves to another database keeps its fence.
         """
         if self._is_copy():
             self._fenced_by = None
@@ -149,11 +148,11 @@ class FencedModel(models.Model):
             self.fence = 0
 
     def _is_copy(self) -> bool:
-        """Whether it is to be a new row, whose key is not that of the lease it has."""
+        """Whether the instance is a new row, with a lease on another key than its own."""
         return self._fenced_by is not None and self._is_new() and not has_key(self, self._fenced_by)
 
     def _is_new(self) -> bool:
-        # Of a row in two tables, one primary key is enough to find it by.
+        # A row in two tables can be found by one of its primary keys.
         is_set = cast("Any", self)._is_pk_set
         tables = (self, *self._meta.all_parents)
         return self._state.adding or not any(is_set(each._meta) for each in tables)
@@ -181,7 +180,7 @@ class FencedModel(models.Model):
             try:
                 self._write_fence(by, using)
             except type(self).DoesNotExist:
-                # As in Django, nobody is told; but what comes in its place by now is another row.
+                # No error, as in Django. A row that has replaced it since must not be deleted.
                 return 0, {}
             return super().delete(*args, **kwargs)
 
@@ -195,21 +194,21 @@ class FencedModel(models.Model):
     asave.alters_data = adelete.alters_data = True  # type: ignore[attr-defined]
 
     def raise_fence(self, lease: Fenced) -> None:
-        """Raise the row's fence to that of a lease, and load the row anew after that.
+        """Raise the row's fence to that of a lease, then load the row again.
 
-        What was read before may have been written since: see `Lease.fenced`.
+        The values that were read before may be outdated: see `Lease.fenced`.
 
         Raises:
-            FenceRejected: It has a higher one.
+            FenceRejected: The row has a higher fence.
             DoesNotExist: The row is gone.
             LockUsageError: The transaction reads from a snapshot that is older than the row.
         """
         using = router.db_for_write(type(self), instance=self)
         self._write_fence(lease, using)
-        # What belongs to it was read before as well: Django forgets that where all is read anew.
+        # Related objects may be outdated, too. Django drops them if it loads all fields.
         self.refresh_from_db(using=using)
         if self.fence > lease.fence:
-            # Overtaken between the two.
+            # Overtaken between the write and the read.
             reject(lease, label(self), self.fence, model=self._meta.label, pk=self.pk)
         if self.fence < lease.fence:
             raise LockUsageError(
@@ -222,10 +221,10 @@ class FencedModel(models.Model):
     def refresh_from_db(
         self, using: str | None = None, fields: Any = None, from_queryset: Any = None
     ) -> None:
-        """See Django's. Read from a fenced queryset, the row goes on under its lease.
+        """See Django's. Read from a fenced queryset, the row gets its lease.
 
-        Where only some fields are read anew, it goes on with what the others were read under. A row
-        that has a lease is read from the database for writing.
+        If only some fields are read, the row keeps the lease under which the others were read. A
+        row that has a lease is read from the database for writing.
         """
         if using is None and from_queryset is None and self._fenced_by is not None:
             using = router.db_for_write(type(self), instance=self)
@@ -235,7 +234,7 @@ class FencedModel(models.Model):
             self._fenced_by = by
 
     def key_fields(self, lease: Fenced) -> dict[str, Any]:
-        """Return what the row has to have in the columns that its key names."""
+        """Return the values that the row must have in the columns of its key."""
         return key_fields(type(self), lease)
 
     def _write_fence(self, by: Fenced, using: str) -> None:
@@ -249,17 +248,17 @@ class FencedModel(models.Model):
         return not self._state.adding and self._state.db == using and self.pk is not None
 
     def _row(self, using: str) -> models.QuerySet[Self]:
-        # Whatever managers the model has.
+        # Not by a manager of the model, which may leave rows out.
         return models.QuerySet(type(self), using=using).filter(pk=self.pk)
 
 
 def _keep_fence(instance: FencedModel, using: str, raw: bool, **_: Any) -> None:
-    """Let a fixture, which is written as it is, not lower the fence of a row that is there."""
+    """Keep a fixture, which is written as it is, from lowering the fence of an existing row."""
     concrete: Any = instance._meta.concrete_model
     if raw and concrete._meta.get_field(FENCE) in concrete._meta.local_fields:
         template = template_of(type(instance))
         if template is not None and template.of(instance) is None:
-            instance.fence = 0  # It will have a key that nobody can have locked before.
+            instance.fence = 0  # Its key will be new, so nobody can have locked it before.
             return
         rows = instance._row(using)
         if connections[using].in_atomic_block:

@@ -1,4 +1,4 @@
-"""What a migration says so that a database refuses to lower a fence, whoever writes."""
+"""Operations of migrations by which a database refuses to lower a fence, in any write."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from django.db.migrations.state import ModelState, ProjectState
 
 from .triggers import EnforcedState, FenceTrigger, column_of, is_fence, trigger_name
 
-#: What the column is called, unless a migration says otherwise.
+#: The default name of the field.
 _FENCE = "fence"
-#: What MySQL says, and what its account lacks: no privilege on the table; no privilege of the
-#: server; none while it writes a binary log.
+#: MySQL's errors for an account without a privilege: on the table; of the server; or the one
+#: that it needs if the server writes a binary log.
 _DENIED = {1142, 1227, 1419}
 _ADVICE = (
     "EnforceFence makes a trigger. The account that migrates needs the TRIGGER privilege on the"
@@ -37,14 +37,14 @@ class _FenceOperation(FieldOperation):
         super().__init__(model_name, field)
 
     def deconstruct(self) -> tuple[str, list[Any], dict[str, Any]]:
-        """Return what `squashmigrations` writes."""
+        """Return the arguments that `squashmigrations` writes."""
         arguments = {"model_name": self.model_name}
         if self.name != _FENCE:
             arguments["field"] = self.name
         return self.__class__.__name__, [], arguments
 
     def reduce(self, operation: Operation, app_label: str) -> bool | list[Operation]:
-        """Say what is left of the two; go with the model, and let pass what is about neither."""
+        """Return what is left of the two; a deletion of the model leaves only itself."""
         if isinstance(operation, DeleteModel) and operation.name_lower == self.model_name_lower:
             return [operation]
         if isinstance(operation, _FenceOperation) and self.is_same_field_operation(operation):
@@ -58,7 +58,7 @@ class _FenceOperation(FieldOperation):
         from_state: ProjectState,
         to_state: ProjectState,
     ) -> None:
-        """Make the trigger that the state to come has, or drop that of the one before."""
+        """Create the trigger of the new state, or drop that of the old state."""
         after = self._triggers(app_label, to_state).get(self.name)
         trigger = after or self._triggers(app_label, from_state).get(self.name)
         state = from_state if after is None else to_state
@@ -80,7 +80,7 @@ class _FenceOperation(FieldOperation):
     database_backwards = database_forwards
 
     def _triggers(self, app_label: str, state: ProjectState) -> Mapping[str, FenceTrigger]:
-        """Return those of the model, by the names of their fields."""
+        """Return the model's triggers, by the names of their fields."""
         return getattr(state.models[app_label, self.model_name_lower], "triggers", {})
 
     def _set_triggers(
@@ -109,24 +109,24 @@ class _FenceOperation(FieldOperation):
 class EnforceFence(_FenceOperation):
     """Let the database refuse every `UPDATE` that lowers a fence, with an `IntegrityError`.
 
-    Fenced writes are refused without it. This is for all others: raw SQL, old releases, other
+    Stale fenced writes are refused without it. It is for all others: raw SQL, old releases, other
     programs. It installs a trigger on PostgreSQL, MySQL, MariaDB and SQLite.
 
     Args:
         model_name: The model, in the app of the migration.
-        field: Its fence: an integer that is never null. As `FencedModel` has it, if left out.
+        field: The fence: an integer that is never null; by default, that of `FencedModel`.
 
     Raises:
         FieldDoesNotExist: The model's own table has no such field.
         FieldError: The field is no integer, or may be null; or a later operation makes it so,
             renames it or removes it without a `RelaxFence` before it.
-        NotSupportedError: It is another database.
+        NotSupportedError: The database is none of these.
     """
 
     category = OperationCategory.ADDITION
 
     def state_forwards(self, app_label: str, state: ProjectState) -> None:
-        """Note the trigger, so that it comes along where Django makes the table anew."""
+        """Record the trigger, so that it is kept where Django creates the table again."""
         triggers = self._triggers(app_label, state)
         if self.name in triggers:
             return
@@ -152,7 +152,7 @@ class EnforceFence(_FenceOperation):
 
 
 class RelaxFence(_FenceOperation):
-    """Take away what `EnforceFence` has installed, such as before the field is renamed or removed.
+    """Remove what `EnforceFence` has installed, such as before the field is renamed or removed.
 
     Args:
         model_name: The model, in the app of the migration.

@@ -32,12 +32,12 @@ _BULK_CREATE = (
     "unique_fields",
 )
 
-#: Looks at rows that others add while they are read, before it is given up.
+#: How often a read is repeated while others add rows, before it fails.
 MOST_LOOKS = 100
 
 
 class _FencedIterable(_Iterable):
-    """Marks the rows first, and reads them after that."""
+    """Marks the rows before it reads them."""
 
     def __iter__(self) -> Iterator[Any]:
         queryset: Any = self.queryset
@@ -50,10 +50,10 @@ class _FencedIterable(_Iterable):
 
 
 class FencedQuerySet(models.QuerySet[M], Generic[M]):
-    """Rows of a `FencedModel`.
+    """A queryset of a `FencedModel`.
 
-    After `fenced(lease)`, what is read is marked first with the lease's fence, and what is written
-    must not have a higher one: see `FenceRejected`. Such reads go to the database for writing.
+    After `fenced(lease)`, a read marks its rows first, which raises their fences to the lease's.
+    Rows with a higher fence refuse: see `FenceRejected`. Reads use the database for writing.
     """
 
     _by: Fenced | None = None
@@ -62,7 +62,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
     def __repr__(self) -> str:
         if self._by is None or self._result_cache is not None:
             return super().__repr__()
-        # A debugger that shows it must not raise the fences of rows.
+        # A debugger that shows the queryset must not raise the fences of rows.
         return f"<{type(self).__name__} of {self.model._meta.label} under {self._by!r}>"
 
     @classmethod
@@ -81,11 +81,11 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         return clone
 
     def fenced(self, lease: Fenced) -> FencedQuerySet[M]:
-        """Return a queryset whose reads and writes are done under a lease.
+        """Return a queryset that reads and writes under a lease.
 
         Raises:
-            LockUsageError: The lease has no fence, is that of another process, or of a key that no
-                row of this model belongs to.
+            LockUsageError: The lease has no fence, belongs to another process, or is on a key that
+                no row of this model belongs to.
         """
         if self._fields is not None:  # type: ignore[attr-defined]
             raise _no_values(lease)
@@ -99,11 +99,11 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
     # Reading
 
     def only(self, *fields: str) -> Any:
-        """See Django's. The fence is always among what is loaded."""
+        """See Django's. The fence is always loaded."""
         return super().only(*fields, FENCE)
 
     def defer(self, *fields: str | None) -> Any:
-        """See Django's. The fence is always among what is loaded."""
+        """See Django's. The fence is always loaded."""
         wanted: Any = (field for field in fields if field != FENCE)
         return super().defer(*wanted)
 
@@ -125,7 +125,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         return super()._values(*fields, **expressions)  # type: ignore[misc]
 
     def raw(self, *args: Any, **kwargs: Any) -> Any:
-        """See Django's. Not after `fenced()`: nobody knows which rows it will give."""
+        """See Django's. Refused after `fenced()`: which rows it returns is not known before."""
         if self._by is not None:
             raise LockUsageError("A raw() query cannot be fenced.", key=self._by.key)
         return super().raw(*args, **kwargs)
@@ -145,7 +145,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         return super()._combinator_query(combinator, *others, **how)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A lease is one: its copy would be another.
+        # The lease itself: a copy would be another lease.
         memo[id(self._by)] = self._by
         return super().__deepcopy__(memo)
 
@@ -166,12 +166,12 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
     # Writing
 
     def update(self, **kwargs: Any) -> int:
-        """See Django's. After `fenced()`: all of the rows, or none.
+        """See Django's. After `fenced()`, all of the rows are written, or none.
 
         Raises:
-            FenceRejected: One of them has a higher fence.
-            LockUsageError: One of them belongs to another key; or there is no lease, and the model
-                requires one.
+            FenceRejected: One of the rows has a higher fence.
+            LockUsageError: One of the rows belongs to another key; or the model requires a lease,
+                and there is none.
         """
         if FENCE in kwargs:
             raise self._not_set()
@@ -183,13 +183,13 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
     def bulk_update(
         self, objs: Iterable[M], fields: Iterable[str], batch_size: int | None = None
     ) -> int:
-        """See Django's, and `update`. Without `fenced()`, each under what it was read under."""
+        """See Django's, and `update`. Without `fenced()`, each row is written under its lease."""
         objs, fields = tuple(objs), tuple(fields)
         if self._by is None and any(_read_under(each) is not None for each in objs):
             return self._update_apart(objs, fields, batch_size)
         if self._by is None:
             return super().bulk_update(objs, fields, batch_size)
-        # Of several batches, a later one may be refused.
+        # In a transaction, because a later batch may be refused.
         with transaction.atomic(using=self._write_alias()):
             count = super().bulk_update(objs, fields, batch_size)
         for each in objs:
@@ -200,7 +200,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
     def _update_apart(
         self, objs: tuple[M, ...], fields: tuple[str, ...], batch_size: int | None
     ) -> int:
-        """Update the rows of each lease, and those without, in statements of their own."""
+        """Update the rows of each lease, and those without one, in separate statements."""
         groups: dict[Fenced | None, list[M]] = {}
         for each in objs:
             groups.setdefault(_read_under(each), []).append(each)
@@ -220,7 +220,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         return made
 
     def bulk_create(self, objs: Iterable[M], *args: Any, **kwargs: Any) -> list[M]:
-        """See Django's, and `create`. A row that is there already is not written under a lease."""
+        """See Django's, and `create`. Under a lease, existing rows cannot be updated."""
         objs = list(objs)
         kwargs.update(zip(_BULK_CREATE, args, strict=False))
         updates = bool(kwargs.get("update_conflicts"))
@@ -243,7 +243,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         for each in objs:
             each.begin(using)  # type: ignore[attr-defined]
         leases = {by for by in map(_read_under, objs) if by is not None}
-        # One of several keys, so that what was made is undone for all.
+        # One lease is enough to open the transaction, which undoes the rows of all leases.
         with making(next(iter(leases), None), using), transaction.mark_for_rollback_on_error(using):
             made = super().bulk_create(objs, **kwargs)
             for by in leases:
@@ -273,7 +273,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
             refuse_without_lease(self.model, "delete()")
             return super().delete()
         with transaction.atomic(using=self._write_alias()):
-            # Also those that have our fence already: until the end nobody else comes by.
+            # Rows that have our fence are written, too: that locks them until the commit.
             self._mark(again=True)
             rows = self._plain().filter(**{FENCE: self._by.fence})
             return super(FencedQuerySet, rows).delete()
@@ -291,7 +291,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         )
 
     def _plain(self) -> FencedQuerySet[M]:
-        """Return the same rows, to be asked for without marks, in any order."""
+        """Return the same rows without marks, row locks and related objects."""
         plain = cast("FencedQuerySet[M]", self._chain())  # type: ignore[attr-defined]
         plain._by = None
         plain._iterable_class = ModelIterable
@@ -304,17 +304,17 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         by = cast("Fenced", self._by)
         require_fence(by)
         self._for_write = True
-        # First: MySQL assigns from left to right, and it looks at what was there before.
+        # First: MySQL assigns from left to right, and the mark needs the old values.
         values = {FENCE: Mark(by, self.model, self._key_fields), **values}
         with refusals(by, self._plain):
             if not cast("Any", self.model._meta.concrete_model)._meta.parents:
                 return super().update(**values)
-            # The tables of its parents are written by statements of their own.
+            # Django writes the tables of parents in separate statements.
             with transaction.atomic(using=self.db):
                 return super().update(**values)
 
     def _mark(self, *, again: bool = False) -> int:
-        """Raise the fence of the rows to ours, or write it again; return how many were lower."""
+        """Raise the rows' fences to ours; with `again`, also write equal ones; return the count."""
         by = cast("Fenced", self._by)
         if self.query.combinator:
             raise LockUsageError(
@@ -345,7 +345,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
             or query.group_by is not None
             or query.where.contains_over_clause
         ):
-            # No UPDATE takes these.
+            # An UPDATE cannot contain these.
             found = list(rows.values_list("pk", flat=True))
             rows = FencedQuerySet(self.model, using=self._write_alias()).filter(pk__in=found)
         rows = rows.order_by()
@@ -355,7 +355,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         return rows._write()
 
     def _checked(self, row: Any) -> Any:
-        """Return a row that has our fence: one that others have just added is marked by itself."""
+        """Return a row that has our fence; one that others have just added is marked first."""
         by = cast("Fenced", self._by)
         if row.fence != by.fence:
             row.raise_fence(by)
@@ -363,7 +363,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         return row
 
     def _steady(self, read: Callable[[], T]) -> T:
-        """Read between two looks that find nothing to mark."""
+        """Repeat a read until there are no new rows to mark after it."""
         if self._by is None:
             return read()
         self._mark()
@@ -389,10 +389,10 @@ def _no_values(by: Fenced) -> LockUsageError:
 
 
 def _chooses_by(fence: Any, query: Query, using: str, *, is_sub: bool = False) -> bool:
-    """Whether the fence of the rows themselves, and not of rows beside, says which are given.
+    """Whether the rows' own fences, and not those of related rows, decide which are returned.
 
     Args:
-        is_sub: Whether it is a subquery, whose rows may be the same ones.
+        is_sub: Whether the query is a subquery, which may be about the same rows.
     """
     parts: list[Any] = [query.where, *query.combined_queries]
     if is_sub:
@@ -414,7 +414,7 @@ def _is_about(part: Any, fence: Any, using: str, *, is_sub: bool) -> bool:
 
 
 def is_one(query: Query) -> bool:
-    """Whether no more than one row can be meant, whatever its limits say."""
+    """Whether the filter matches at most one row, whatever the limits are."""
     where = query.where
     return (
         where.connector == AND

@@ -1,4 +1,4 @@
-"""A value in Redis that refuses the writes of a holder whose time is over."""
+"""A value in Redis that refuses the writes of stale holders."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _MAX_TTL = 315_360_000
 class FencedValue:
     """A value and the highest fence that it was read or written with, in one hash of Redis.
 
-    Whoever comes with a lower fence is refused; with an equal one, not. Each operation is one
-    script, so nothing comes between the comparison and the write.
+    A lower fence is refused; an equal one is not. Each operation is one script, so nothing runs
+    between the comparison and the write.
 
-    The fence is never removed, but for `set` with a `ttl`. It is as durable as the server: what a
-    crash or a failover of Redis loses, it loses.
+    The fence is removed only by the `ttl` of a `set`. It is as durable as the server: a crash or a
+    failover of Redis may lose it.
 
     Args:
-        client: A `redis.Redis` or a `redis.RedisCluster`; for the operations that are awaited, one
-            of `redis.asyncio`. If it decodes answers, values have to be text in UTF-8.
+        client: A `redis.Redis` or a `redis.RedisCluster`; for the asynchronous operations, one of
+            `redis.asyncio`. If it decodes answers, values must be text in UTF-8.
         name: The key in Redis, which nothing else may use.
     """
 
@@ -44,7 +44,7 @@ class FencedValue:
             by: The lease, or the fence, under which the value is read to be changed.
 
         Raises:
-            FenceRejected: Somebody with a higher fence was here before.
+            FenceRejected: The value has a higher fence.
             LockUsageError: `by` has no fence, or the key holds something else.
         """
         return _as_bytes(self._judged(by, self._run(self._words("get", by))))
@@ -56,11 +56,11 @@ class FencedValue:
             value: Text is written as UTF-8.
             by: The lease, or the fence, to write with.
             ttl: Seconds, or a `timedelta`, from a millisecond to ten years, after which Redis
-                removes the value *and the fence*: then any fence passes. Give more than any
-                writer may be late. None: for ever, also if the value before had a ttl.
+                removes the value *and the fence*: then any fence passes. It must be longer than any
+                writer may be late. None: for ever, even if the previous value had a ttl.
 
         Raises:
-            FenceRejected: Somebody with a higher fence was here before. Nothing was written.
+            FenceRejected: The value has a higher fence. Nothing was written.
             InvalidArgument: The value is neither bytes nor text, or the ttl out of bounds.
             LockUsageError: `by` has no fence, or the key holds something else.
         """
@@ -70,13 +70,13 @@ class FencedValue:
         """Remove the value, and keep the fence; return whether there was a value.
 
         Raises:
-            FenceRejected: Somebody with a higher fence was here before. Nothing was removed.
+            FenceRejected: The value has a higher fence. Nothing was removed.
             LockUsageError: `by` has no fence, or the key holds something else.
         """
         return self._judged(by, self._run(self._words("delete", by))) is not None
 
     def read(self) -> bytes | None:
-        """Return the value for people to see: no fence is compared, and none is raised.
+        """Return the value for people to see: no fence is compared or raised.
 
         Raises:
             LockUsageError: The key holds something else.
@@ -154,7 +154,7 @@ def _milliseconds(ttl: Duration) -> int:
 
 
 def _text(said: Any) -> str:
-    # A client may decode what comes.
+    # A client may decode answers.
     return said if isinstance(said, str) else str(said, "utf-8")
 
 

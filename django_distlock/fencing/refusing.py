@@ -1,4 +1,4 @@
-"""Who may write a row, and what became of those who may not: mostly a `LockUsageError`."""
+"""Checks of whether a lease may write a row. Most of them raise a `LockUsageError` if not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rejecting import Fenced, reject, require_fence
 
 
 def key_fields(model: type[models.Model], by: Fenced) -> dict[str, Any]:
-    """Return what columns the rows of a lease's key have to have, by the model's `fence_key`."""
+    """Return the column values that rows of a lease's key have, by the model's `fence_key`."""
     require_fence(by)
     template = template_of(model)
     if template is None:
@@ -70,7 +70,7 @@ def refuse_without_lease(model: type[models.Model], what: str) -> None:
 
 @contextmanager
 def refusals(by: Fenced | None, written: Callable[[], models.QuerySet[Any]]) -> Iterator[None]:
-    """Say which of the rows has refused the fence of a lease, or belongs to another key."""
+    """Replace a database's error by one that names the row that refused the lease, and why."""
     try:
         yield
     except DatabaseError as error:
@@ -83,13 +83,13 @@ def refusals(by: Fenced | None, written: Callable[[], models.QuerySet[Any]]) -> 
             raise
         pk, current, is_other = refused(error, model) or _looked_for(rows, by)
         row = model._meta.label if pk is None else f"{model._meta.label} {pk}"
-        # A collation can take two texts for one, where the bytes of keys differ.
+        # A collation may treat texts as equal whose bytes, and so their keys, differ.
         has_none_higher = current is not None and current <= by.fence
         if is_other or (has_none_higher and getattr(model, "fence_key", None)):
             text = f"{row} belongs to another key than {by.key!r}."
             raise LockUsageError(text, key=by.key) from error
         if has_none_higher:
-            current = None  # It was lowered since, by somebody who passes the ORM by.
+            current = None  # It was lowered since, by a write without the ORM.
         try:
             reject(by, row, current, model=model._meta.label, pk=pk)
         except FenceRejected as rejected:
@@ -97,12 +97,12 @@ def refusals(by: Fenced | None, written: Callable[[], models.QuerySet[Any]]) -> 
 
 
 def label(instance: models.Model) -> str:
-    """Return what a row is called in messages."""
+    """Return the name of a row in messages."""
     return f"{instance._meta.label} {instance.pk}"
 
 
 def _looked_for(rows: models.QuerySet[Any], by: Fenced) -> tuple[Any, int | None, bool]:
-    """Look for the row that has refused, where a transaction can go on after an error.
+    """Find the row that refused, on a database whose transactions can go on after an error.
 
     Returns:
         Its primary key, its fence, and whether it belongs to another key than that of the lease.
@@ -112,7 +112,7 @@ def _looked_for(rows: models.QuerySet[Any], by: Fenced) -> tuple[Any, int | None
     broken, connection.needs_rollback = connection.needs_rollback, False
     try:
         if connection.in_atomic_block and connection.features.has_select_for_update:
-            # What is committed now, and not what a snapshot shows.
+            # To read what is committed now, and not a snapshot.
             rows = rows.select_for_update()
         others = rows.exclude(**template.columns(by.key) or {}) if template else rows.none()
         for some in (others, rows):

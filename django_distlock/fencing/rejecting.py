@@ -1,4 +1,4 @@
-"""What a fenced write comes with, and how it is refused."""
+"""The lease or fence of a fenced write, and the refusal of a stale one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..signals import fence_rejected, tell
 
 
 class Fenced(Protocol):
-    """What a write is done under: a `Lease`, or the `Fence` of somebody else's."""
+    """The authority for a write: a `Lease`, or the `Fence` of another holder's lease."""
 
     @property
     def key(self) -> str:
-        """What is locked."""
+        """The key that is locked."""
 
     @property
     def fence(self) -> int:
-        """Grows with every grant of the key."""
+        """A number that grows with every grant of the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Fence:
 
 
 def without_lease(by: Fenced | None) -> Fence | None:
-    """Return what goes along with a row to other processes: the key and the fence."""
+    """Return what a row takes to other processes: the key and the fence."""
     return None if by is None else Fence(by.key, by.fence)
 
 
@@ -53,8 +53,8 @@ def require_fence(by: Fenced) -> int:
     """Return the fence to write with.
 
     Raises:
-        LockUsageError: There is none: the lock was not granted, its backend has no fences, or the
-            lease is that of the process that forked this one; or others hold the key as well.
+        LockUsageError: There is none, because the lock was not granted or its backend has no
+            fences; or the lease belongs to the process that forked this one, or shares its key.
     """
     fence = getattr(by, "fence", None)
     if not isinstance(fence, int) or fence < 1:
@@ -78,11 +78,11 @@ def require_fence(by: Fenced) -> int:
 def reject(
     by: Fenced, row: str, current: int | None, *, model: Any = None, pk: Any = None
 ) -> NoReturn:
-    """Refuse a write: tell it by the signal, and raise.
+    """Refuse a write: send the signal if `by` is a lease, and raise.
 
     Args:
         row: What refuses, such as `"shop.Payment 12"`.
-        model: The model's label, where it is a row.
+        model: The model's label, if a row refuses.
     """
     theirs = "a higher fence" if current is None else f"fence {current}"
     error = FenceRejected(
@@ -109,27 +109,27 @@ def reject(
     raise error
 
 
-# Rows that are made under a lease: none has a fence yet that could refuse it, but its key has
+# Inserts under a lease: a new row has no fence yet that could refuse the lease, but its key has one
 
 
 class _Making(transaction.Atomic):
-    """A transaction of our own, which ends when its rows are made."""
+    """A transaction of ours, which ends when its rows are inserted."""
 
 
 def making(by: Fenced | None, using: str) -> AbstractContextManager[Any]:
-    """Open a transaction to make rows in under a lease, unless the caller has one open."""
+    """Open a transaction for inserts under a lease, unless the caller has one open."""
     if by is None or not connections[using].get_autocommit():
         return nullcontext()
     return _Making(using, savepoint=True, durable=False)
 
 
 def refuse_overtaken(by: Fenced, using: str, model: type[models.Model]) -> None:
-    """Refuse to have made a row, if the lease's key was granted anew: the row may be a deleted one.
+    """Refuse an insert if the key was granted again: the next holder may have deleted the row.
 
-    After the insert, so that where the database has one writer nobody else is granted the key
-    from here to the commit. Other databases can be told to wait with that, if they have the locks
-    as well. A transaction of the caller's is not made to hold the key: it may be a long one.
-    A `Fence` alone says nothing of where it could be compared, but that of a request does.
+    Called after the insert, because a database with one writer then grants the key to nobody
+    until the commit. Other databases can also hold the key until then, if they have the locks.
+    A transaction of the caller does not hold the key, because it may be long. A plain `Fence` is
+    not compared, because it names no store; the fence of a request is.
     """
     overtaken = getattr(getattr(by, "_holding", by), "overtaken", None)
     if overtaken is None:

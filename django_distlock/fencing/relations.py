@@ -1,4 +1,4 @@
-"""Relations between rows, whose managers and links go past what a row was read under."""
+"""Relations between rows: their managers and links would ignore the lease of a row."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .rejecting import Fenced
 
 
 class FencedManager(models.Manager[Any]):
-    """What `FencedQuerySet.as_manager()` gives.
+    """The manager that `FencedQuerySet.as_manager()` returns.
 
-    Django derives the managers of relations from it. Their `add()` and `remove()`, and with them
-    `set()`, write the rows that they are given: here each of them under what it was read under.
+    Django derives the managers of relations from it. Their `add()` and `remove()`, and so their
+    `set()`, write the given rows: here, each under the lease under which it was read.
     """
 
     _by: Fenced | None = None
@@ -41,14 +41,14 @@ class FencedManager(models.Manager[Any]):
 def _adding(method: Callable[..., None]) -> Callable[..., None]:
     @wraps(method)
     def add(self: Any, *rows: Any, **kwargs: Any) -> None:
-        # A relation of many to many writes no row of these; and one by one they are saved.
+        # A many-to-many relation writes none of these rows; without `bulk`, each row is saved.
         if hasattr(self, "through") or not kwargs.get("bulk", True):
             method(self, *rows, **kwargs)
             return
         using = router.db_for_write(self.model, instance=self.instance)
         with transaction.atomic(using=using):
             for row in rows:
-                # Django writes past all managers, and says itself what cannot be written.
+                # Django's write ignores managers, and Django itself refuses other objects.
                 if not isinstance(row, self.model) or row._state.adding:
                     continue
                 if row._fenced_by is None:
@@ -69,7 +69,7 @@ def _removing(method: Callable[..., None]) -> Callable[..., None]:
         if hasattr(self, "through") or not groups.keys() - {None}:
             method(self, *rows, **kwargs)
             return
-        # What was fetched beforehand would be written without a lease.
+        # Prefetched rows would be written without a lease.
         self._remove_prefetched_objects()
         using = router.db_for_write(self.model, instance=self.instance)
         with transaction.atomic(using=using):
@@ -84,7 +84,7 @@ def _removing(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Link:
-    """What is before a descriptor of Django's among the bases."""
+    """A base that stands before one of Django's descriptors."""
 
     def __get__(self, instance: Any, cls: Any = None) -> Any:
         other: Any = super().__get__(instance, cls)  # type: ignore[misc]
@@ -93,7 +93,7 @@ class _Link:
         return other
 
     def get_queryset(self, **hints: Any) -> Any:
-        """Return the rows as the database for writing has them, if they go on under a lease."""
+        """Return the rows; if the instance has a lease, from the database for writing."""
         rows: Any = super().get_queryset(**hints)  # type: ignore[misc]
         instance = hints.get("instance")
         if getattr(instance, "_fenced_by", None) is None:
@@ -102,15 +102,15 @@ class _Link:
 
 
 class ParentLink(_Link, ForwardOneToOneDescriptor):  # type: ignore[type-arg]
-    """Gives a row's parent, which Django makes of what the row has in memory."""
+    """The link to a row's parent, which Django makes from the row in memory."""
 
 
 class ChildLink(_Link, ReverseOneToOneDescriptor):  # type: ignore[type-arg]
-    """Gives a row's child, whose `save()` writes the columns of the parent as well."""
+    """The link to a row's child, whose `save()` also writes the columns of the parent."""
 
 
 def link(model: type[models.Model], field: Any) -> None:
-    """Let parent and child, one row in two tables that a field links, go on under one lease."""
+    """Let parent and child, one row in two tables linked by a field, have the same lease."""
     setattr(model, field.name, ParentLink(field))
     # Django adds the parent's descriptor later, when the model is known.
     field.related_accessor_class = ChildLink

@@ -1,6 +1,6 @@
-"""The highest fence that was seen for a key: a row that is only ever raised.
+"""The highest fence that was seen for a key, its mark: a row that only operators lower.
 
-What takes `using`, and raises, does so as `see` does.
+The argument `using`, and the errors, of all functions are those of `see`.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from ..database.schemas import TableConnections
 from ..models import SeenFence
 from .rejecting import Fenced, require_fence
 
-#: How many connections a process opens at most, where the thread's own cannot be used.
+#: Connections that a process opens at most, for use where the thread's own cannot be used.
 _CONNECTIONS = 4
 
-#: How far fences may be ahead of this host's clock, or of the mark, unless the project says: more
-#: than clocks of services that work differ, or than a key is granted meanwhile.
+#: How far fences may be ahead of this host's clock or of the mark by default: farther than the
+#: clocks of working services differ, or than a key's grants count in that time.
 _AHEAD: Final = timedelta(days=1)
 _JUMP: Final = _AHEAD // timedelta(microseconds=10)
 
 logger = logging.getLogger("django_distlock")
 
-#: Where these routers wrote the first mark of this process.
+#: The routers, and the database to which they sent the first mark of this process.
 _first: list[tuple[object, str]] = []
 
 
 class FenceJump(InvalidArgument):
-    """A fence is so high that no lock can have granted it, and would refuse all that come later."""
+    """A fence is so high that no lock can have granted it. It would refuse all later ones."""
 
     code = "fence_jump"
 
 
 def see(by: Fenced, using: str | None = None) -> int:
-    """Raise the mark of a key to a fence, unless it is higher; return where it is then.
+    """Raise the mark of a key to a fence, unless the mark is higher; return the mark.
 
-    The mark is committed when this returns, whatever becomes of a transaction of the caller's. A
-    fence that was seen before costs one query, and writes nothing.
+    The mark is committed when this returns, even if the caller's transaction is rolled back. A
+    fence that was seen before costs one query and no write.
 
     Args:
-        by: The key and the fence that came.
-        using: The database; None: where the router writes `SeenFence`, each time.
+        by: The key and the fence that was seen.
+        using: The database; None: the one to which the router sends writes of `SeenFence` now.
 
     Returns:
         The highest fence that was ever seen for the key: above that of `by`, if `by` is stale.
 
     Raises:
-        LockUsageError: `by` has no fence; or a router does not send all marks to one database; or
-            that is no database; or SQLite, and a transaction of this thread's own is in the way of
-            writing.
-        BackendUnavailable: All of our connections were in use for a second.
-        FenceJump: The fence is too far above the mark (`DISTLOCK_FENCE_JUMP`), which stays.
+        LockUsageError: `by` has no fence; a router does not send all marks to one database, or
+            sends them to none that is supported; or, on SQLite, this thread's own transaction
+            prevents the write.
+        BackendUnavailable: All connections of this module were in use for a second.
+        FenceJump: The fence is too far above the mark (`DISTLOCK_FENCE_JUMP`), which is unchanged.
         InvalidLockBackend: `DISTLOCK_FENCE_JUMP` breaks a rule.
     """
     key, fence = by.key, require_fence(by)
@@ -74,7 +74,7 @@ def see(by: Fenced, using: str | None = None) -> int:
             mark = _mark(ours, on, key)
         if mark is None or mark < fence:
             _require_near(key, fence, mark or 0)
-        # Whoever is overtaken looks again, at a mark that has grown: this ends.
+        # After being overtaken, the next turn finds a higher mark, so the loop ends.
         while mark is None or mark < fence:
             with ours.use() as on:
                 if mark is None:
@@ -100,17 +100,16 @@ def seen_at(key: str, using: str | None = None) -> tuple[int, datetime] | None:
 
 
 def confirm_mark(key: str, fence: int, using: str | None = None) -> None:
-    """Write down that the mark of a key is this one now, unless it is another one."""
+    """Record the current time for the mark of a key, if the mark is this fence."""
     key = stored_key(key)
     with _marks(key, using) as ours, ours.use() as on:
         _write(on, key, fence, fence=fence)
 
 
 def set_mark(key: str, fence: int, using: str | None = None) -> int | None:
-    """Set the mark of a key, also to a lower fence, and return where it was; None: nowhere.
+    """Set the mark of a key, even to a lower fence; return the previous mark, or None.
 
-    For operators, after a fence that came by mistake. What is above the new mark passes again,
-    stale or not.
+    For operators, after a mistaken fence. Fences above the new mark pass again, stale or not.
     """
     key, fence = stored_key(key), validate_fence(fence)
     with _marks(key, using) as ours:
@@ -134,13 +133,13 @@ def _marks(key: str, using: str | None) -> Iterator[TableConnections]:
 
 
 def _require_near(key: str, fence: int, mark: int) -> None:
-    """Refuse what would refuse all later fences: what is too far above the mark."""
+    """Refuse a fence too far above the mark, because it would refuse all later ones."""
     jump = conf.fence_jump()
     if jump is not None:
         highest, rule = mark + jump, f"DISTLOCK_FENCE_JUMP of {jump}"
     else:
-        # Fences count, or follow the clock of their store: neither gets above its clock and counts.
-        # This host's own will do, which no grant depends on.
+        # A fence counts grants or follows its store's clock, so it is never far above both.
+        # This host's clock can replace the store's, because no grant depends on this check.
         highest = max(mark, clock_fence(datetime.now(UTC))) + _JUMP
         rule = "a day above both that and the clock"
     if fence <= highest:
@@ -159,9 +158,9 @@ def _require_near(key: str, fence: int, mark: int) -> None:
 
 
 def _routed() -> str:
-    """Return where the router writes marks, as before: in two places none is the highest."""
+    """Return the database of the marks, which must stay the same: of two marks, none is valid."""
     using = router.db_for_write(SeenFence)
-    # Other routers are other settings, as in tests.
+    # Other routers mean other settings, as in tests.
     if not _first or _first[-1][0] is not router.routers:
         _first[:] = [(router.routers, using)]
     first = _first[-1][1]
@@ -175,14 +174,14 @@ def _routed() -> str:
 
 
 def _mark(ours: TableConnections, on: str, key: str) -> int | None:
-    # Not by the model, which names no schema: the caller's connection may look in another one.
+    # Not by the model, which names no schema: the caller's connection may have another one.
     table, column = ours.name("seen").replace("%", "%%"), connections[on].ops.quote_name("key")
     found = rows_of(on, f"SELECT fence FROM {table} WHERE {column} = %s", key)  # noqa: S608
     return int(found[0][0]) if found else None
 
 
 def _write(using: str, key: str, new: int, **which: int) -> bool:
-    """Set the mark, if it is such a one; compared in the statement that writes."""
+    """Set the mark if it matches `which`; the statement that writes also compares."""
     store = vendors.of(using)
     with store.short_transaction(MAX_BOUND):
         store.make_durable()
@@ -191,7 +190,7 @@ def _write(using: str, key: str, new: int, **which: int) -> bool:
 
 
 def _make(using: str, key: str, fence: int) -> bool:
-    """Make the mark, if there is none."""
+    """Create the mark, if there is none."""
     store = vendors.of(using)
     try:
         with store.short_transaction(MAX_BOUND):

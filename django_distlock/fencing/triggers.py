@@ -1,4 +1,4 @@
-"""The triggers that refuse to lower a fence, and how migrations carry them along."""
+"""The triggers that refuse to lower a fence, and the state of migrations that keeps them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from django.db.models.constraints import BaseConstraint
 
 from ..database.sql import FIXED_PATH
 
-#: PostgreSQL's function. One serves all tables; a changed one gets another name.
+#: PostgreSQL's function. One serves all tables; a changed function gets another name.
 FUNCTION = "django_distlock_enforce_fence_v1"
 
-# A name ends at PostgreSQL's 63 bytes, the shortest limit of those that have one.
+# Names have at most 63 bytes, PostgreSQL's limit, which is the shortest of all databases.
 _READABLE, _DIGEST = 34, 12
 
-# The column refuses NULL by itself, and fenced writes on SQLite know that error for their own.
+# Without NULL, which the column refuses: fenced writes on SQLite know that error as their own.
 _GOES_BACK = "NEW.%(column)s < OLD.%(column)s"
 
 _POSTGRESQL_FUNCTION = f"""CREATE OR REPLACE FUNCTION "{FUNCTION}"() RETURNS trigger
@@ -38,14 +38,14 @@ BEGIN
               HINT = 'A holder with a newer fence has written this row since.';
 END $body$"""
 
-# The function stays where another table needs it, and where it is another role's.
+# The function stays if another table needs it, or if another role owns it.
 _POSTGRESQL_REMOVAL = f"""DO $do$ BEGIN
     DROP FUNCTION IF EXISTS "{FUNCTION}"();
 EXCEPTION WHEN dependent_objects_still_exist OR insufficient_privilege THEN
     NULL;
 END $do$"""
 
-# The name of a schema may have a percent sign, which only arguments would make special.
+# The statements run without arguments, which would make a percent sign in a schema's name special.
 _POSTGRESQL_UNFIXED = """
 SELECT pg_catalog.format(
     'ALTER FUNCTION %%I.%%I() SET search_path = pg_catalog, pg_temp', n.nspname, p.proname
@@ -61,8 +61,8 @@ _POSTGRESQL = (
     " WHEN (NEW.%(column)s OPERATOR(pg_catalog.<) OLD.%(column)s)"
     f' EXECUTE FUNCTION "{FUNCTION}"(%(argument)s)'
 )
-# MySQL takes 128 characters of a message, and 3819 is its number for a broken CHECK. Without strict
-# mode a NULL becomes 0 after the trigger.
+# MySQL takes 128 characters of a message, and 3819 is its number for a violated CHECK. Without
+# strict mode, a NULL becomes 0 after the trigger, so the trigger checks for NULL.
 _MYSQL = (
     "CREATE TRIGGER %(trigger)s BEFORE UPDATE ON %(table)s FOR EACH ROW BEGIN"
     " DECLARE said VARCHAR(512) CHARACTER SET utf8mb4;"
@@ -72,9 +72,9 @@ _MYSQL = (
     " SIGNAL SQLSTATE '23000' SET MYSQL_ERRNO = 3819, MESSAGE_TEXT = said;"
     " END IF; END"
 )
-# For the client that is given what `sqlmigrate` prints: it would cut the body at its semicolons.
+# For the client that runs the output of `sqlmigrate`: it would split the body at its semicolons.
 _MYSQL_PRINTED = f"DELIMITER $$\n{_MYSQL}$$\nDELIMITER ;"
-# Before SQLite 3.47 it cannot say more than a constant.
+# Before SQLite 3.47, the message must be a constant.
 _SQLITE = (
     f"CREATE TRIGGER %(trigger)s BEFORE UPDATE ON %(table)s FOR EACH ROW WHEN {_GOES_BACK}"
     " BEGIN SELECT RAISE(ABORT, %(message)s); END"
@@ -84,9 +84,9 @@ _TEMPLATES = {"mysql": _MYSQL, "postgresql": _POSTGRESQL, "sqlite": _SQLITE}
 
 
 def fix_path(using: str) -> None:
-    """Let PostgreSQL's function, where an earlier release has made it, call nothing planted.
+    """Fix the search path of PostgreSQL's function if an earlier release created it without one.
 
-    Where it is another role's, it stays as it is.
+    Then the function calls nothing that was planted. One of another role stays as it is.
     """
     connection = connections[using]
     if connection.vendor != "postgresql":
@@ -98,10 +98,9 @@ def fix_path(using: str) -> None:
 
 
 def trigger_name(table: str, field: str, taken: Collection[str]) -> str:
-    """Return a name for the trigger on a field of a table that is none of those taken.
+    """Return a name for the trigger on a field of a table that is not taken.
 
-    It is a trigger's own for life: it stays when the table gets another name, because databases
-    rename the table of a trigger and not the trigger.
+    A trigger keeps its name when its table is renamed, because databases do not rename it then.
     """
     readable = re.sub(r"\W+", "_", table, flags=re.ASCII).strip("_")[:_READABLE]
     names = (
@@ -112,14 +111,14 @@ def trigger_name(table: str, field: str, taken: Collection[str]) -> str:
 
 
 class FenceTrigger(BaseConstraint):
-    """A constraint of the models that migrations see, and of no others, which is a trigger.
+    """A trigger in the form of a constraint, on models in the state of migrations only.
 
-    As a constraint it comes along where Django makes a table anew: on SQLite, which alters a table
-    by a copy of it, and on the way back from `DeleteModel`.
+    A constraint is kept where Django creates a table again: on SQLite, where it alters a table by
+    copying it, and when it reverses `DeleteModel`.
 
     Args:
-        field: The field that never goes back.
-        column: Its column when the trigger was made.
+        field: The field whose value must not fall.
+        column: The field's column when the trigger was created.
     """
 
     def __init__(self, *, name: str, field: str, column: str):
@@ -128,7 +127,7 @@ class FenceTrigger(BaseConstraint):
         self.column = column
 
     def create_sql(self, model: Any, schema_editor: Any) -> Any:
-        """Return the statement that makes the trigger, or raise `NotSupportedError`."""
+        """Return the statement that creates the trigger, or raise `NotSupportedError`."""
         connection = schema_editor.connection
         template = _TEMPLATES.get(connection.vendor)
         if template is None:
@@ -148,19 +147,19 @@ class FenceTrigger(BaseConstraint):
         return Statement(template, **self._parts(model, schema_editor))
 
     def constraint_sql(self, model: Any, schema_editor: Any) -> str:
-        """Let the trigger come after the table, with its name by then; "" goes into the table."""
+        """Defer the trigger until the table has its final name; return "" for the table's SQL."""
         schema_editor.deferred_sql.append(self.create_sql(model, schema_editor))
         return ""
 
     def install(self, model: type[models.Model], schema_editor: BaseDatabaseSchemaEditor) -> None:
-        """Make the trigger on a table that is there, also for a second time."""
+        """Create the trigger on an existing table, even if the trigger exists."""
         statement = self.create_sql(model, schema_editor)
         if schema_editor.connection.vendor != "postgresql":
             schema_editor.execute(self.remove_sql(model, schema_editor), params=None)
         schema_editor.execute(statement, params=None)
 
     def uninstall(self, model: type[models.Model], schema_editor: BaseDatabaseSchemaEditor) -> None:
-        """Drop the trigger, one that is still to come, and a function that nothing calls then."""
+        """Drop the trigger, also one that is deferred, and the function if nothing calls it."""
         schema_editor.deferred_sql[:] = [
             statement
             for statement in schema_editor.deferred_sql
@@ -173,7 +172,7 @@ class FenceTrigger(BaseConstraint):
             schema_editor.execute(_POSTGRESQL_REMOVAL, params=None)
 
     def validate(self, *arguments: Any, **more: Any) -> None:
-        """Leave it to the database, which alone knows the row's fence of before."""
+        """Do nothing: only the database knows the row's previous fence."""
 
     def deconstruct(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         """Return what clones are made from."""
@@ -183,7 +182,7 @@ class FenceTrigger(BaseConstraint):
     def _parts(
         self, model: type[models.Model], schema_editor: BaseDatabaseSchemaEditor
     ) -> dict[str, Any]:
-        """Return what the templates name. References follow when a table gets another name."""
+        """Return the parts of the templates, as references that follow a renamed table."""
         table, column = model._meta.db_table, _column(model, self.field)
         quote, literal = schema_editor.quote_name, schema_editor.quote_value
         said = _MESSAGES.get(schema_editor.connection.vendor, "{}")
@@ -199,13 +198,13 @@ class FenceTrigger(BaseConstraint):
 
 
 class EnforcedState(ModelState):
-    """What migrations know of a model, with the triggers on its fences.
+    """A model's state in migrations, with the triggers on its fences.
 
-    It is kept by all that happens to the model after `EnforceFence`, and `makemigrations`, which
-    looks at fields and options, does not see it.
+    All operations after `EnforceFence` keep it. `makemigrations` compares only fields and options,
+    so it does not see the triggers.
 
     Attributes:
-        triggers: By the names of their fields.
+        triggers: The triggers, by the names of their fields.
     """
 
     triggers: Mapping[str, FenceTrigger] = {}
@@ -218,7 +217,7 @@ class EnforcedState(ModelState):
         return new
 
     def clone(self) -> Self:
-        """Copy it with its triggers."""
+        """Copy the state with its triggers."""
         clone: Self = super().clone()  # type: ignore[assignment]
         clone.triggers = self.triggers
         return clone
@@ -227,8 +226,8 @@ class EnforcedState(ModelState):
         """Make the model, with the triggers among its constraints.
 
         Raises:
-            FieldError: A fence has gone, has another column, or is none any more, and its trigger
-                does not know.
+            FieldError: A fence with a trigger was removed, has another column, or is no fence any
+                more.
         """
         for name, trigger in self.triggers.items():
             field = self.fields.get(name)
@@ -245,7 +244,7 @@ class EnforcedState(ModelState):
 
 
 def _enforced(kind: type[ModelState]) -> type[EnforcedState]:
-    """Return the class of state that a model's own class of state becomes."""
+    """Return the class of states with triggers that replaces a model's class of states."""
     if issubclass(kind, EnforcedState):
         return kind
     if kind is ModelState:
@@ -260,7 +259,7 @@ def is_fence(field: models.Field[Any, Any] | None) -> TypeGuard[models.IntegerFi
 
 
 def column_of(name: str, field: models.Field[Any, Any]) -> str:
-    """Return the column of a field as migrations know it, which no model has yet."""
+    """Return the column of a field in a migration's state, which no model has yet."""
     return field.db_column or name
 
 
@@ -269,6 +268,6 @@ def _column(model: type[models.Model], field: str) -> str:
 
 
 def _beside(table: str, trigger: str) -> str:
-    """Return the trigger's name with the schema of its table, where that names one on MySQL."""
+    """Return the trigger's name, with the schema if the table's name has one on MySQL."""
     schema, dot, _ = table.rpartition("`.`")
     return f"{schema}{dot[:2]}{trigger}"
