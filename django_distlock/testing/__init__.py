@@ -1,7 +1,7 @@
-"""Prove that code which locks is safe, without waiting for anything.
+"""Helpers for tests of code that locks, without real waiting.
 
-`memory_locks()` keeps the locks of a test in memory, and its time can be put ahead: `advance()`,
-`simulate_pause()`. The other helpers work on every backend.
+`memory_locks()` keeps the locks of a test in memory, with a clock that `advance()` and
+`simulate_pause()` move forward. The other helpers work on every backend.
 """
 
 from .memory import Locks, MemoryLocks, memory_locks

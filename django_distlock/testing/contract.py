@@ -1,12 +1,12 @@
-"""What every backend promises, as tests for the backends of others.
+"""The promises of every backend, as tests for backends of other projects.
 
 from django_distlock.testing.contract import BackendContract
 
 class TestMine(BackendContract):
     alias = "mine"
 
-It needs pytest, and settings with the alias in `DISTLOCK`. Tests of what a backend cannot do are
-skipped.
+The tests need pytest, and settings with the alias in `DISTLOCK`. Tests of features that a backend
+lacks are skipped.
 """
 
 # ruff: noqa: S101 - these are tests
@@ -37,12 +37,12 @@ from ..core.records import Contended, Grant, Record
 from ..handler import lock_backends
 
 T = TypeVar("T")
-#: What the fixtures of the same names give.
+#: The types of the fixtures of the same names.
 Elapse = Callable[[float], None]
 Clock = Callable[[], datetime]
 IsNext = Callable[..., bool]
 
-#: The mark of a test by what it needs of a backend: names of attributes.
+#: The mark that names the attributes of a backend that a test needs.
 NEEDS = "distlock_needs"
 #: Seconds that threads and processes may take on a busy machine.
 _PATIENCE = 60
@@ -68,7 +68,7 @@ def contend(backend: BaseLockBackend, key: str, ttl: float | None = 30, **more: 
 
 
 def extend(backend: BaseLockBackend, grant: Grant, ttl: Any = None) -> Grant:
-    """Extend a lease that stands."""
+    """Extend a live lease."""
     answer = backend.extend(grant, ttl)
     assert isinstance(answer, Grant)
     return answer
@@ -82,12 +82,12 @@ def held(backend: BaseLockBackend, key: str) -> Record:
 
 
 def finds(backend: BaseLockBackend, token: str, record: Record | None) -> bool:
-    """Say whether a token finds just this record, where a token finds any."""
+    """Say whether a token finds this record; True if the backend cannot look up tokens."""
     return not backend.supports_token_lookup or backend.read_token(token) == record
 
 
 def only(fences: Iterable[int | None]) -> int:
-    """Give the fence of the only one who was granted a key."""
+    """Return the fence of the only grant of a key."""
     granted = [each for each in fences if each is not None]
     assert len(granted) == 1, f"{len(granted)} were granted the key at once"
     return granted[0]
@@ -105,11 +105,11 @@ def _at_once(backend: BaseLockBackend, calls: list[Callable[[], T]]) -> list[T]:
 
 
 class BackendContract:
-    """The promises of a backend. Subclass it in a test module, and say which alias it is about.
+    """The promises of a backend. Subclass it in a test module, and set the alias.
 
     Attributes:
         alias: The backend's name in `DISTLOCK`.
-        ages: Seconds that a lock without an end must outlive.
+        ages: Seconds that a lock without expiry must outlive.
     """
 
     alias: ClassVar[str] = "default"
@@ -127,17 +127,17 @@ class BackendContract:
 
     @pytest.fixture
     def elapse(self) -> Elapse:
-        """Give what lets seconds pass for the leases of a test: override it, to wait for none."""
+        """Give a function that lets seconds pass for leases; override it to avoid real waiting."""
         return time.sleep
 
     @pytest.fixture
     def now(self, backend: BaseLockBackend) -> Clock:
-        """Give the clock by which leases end."""
+        """Give the clock by which leases expire."""
         return backend.clock
 
     @pytest.fixture
     def is_next(self) -> IsNext:
-        """Give what says whether a fence may be that of the grant after another one."""
+        """Give a function that says whether a fence may be that of the grant after another one."""
         return lambda fence, before=0: fence > before
 
     @pytest.fixture(autouse=True)
@@ -189,7 +189,7 @@ class BackendContract:
 
     @_has_ttl
     def test_held_key_is_contended(self, backend: BaseLockBackend, now: Clock, key: str) -> None:
-        """A second acquire gets to know the holder, its fence, since when and until when."""
+        """A second acquire learns the holder, its fence, and the start and end of its lease."""
         holder = Holder(host="app-1", pid=4711, task_id="job-7")
         grant = take(backend, key, 20, holder=holder)
         before = now()
@@ -275,7 +275,7 @@ class BackendContract:
     def test_replace_by_the_same_token_renews_a_lost_answer(
         self, backend: BaseLockBackend, key: str
     ) -> None:
-        """A caller whose answer got lost asks again with its own token, and gets a grant."""
+        """A caller whose answer was lost tries again with its own token, and gets a grant."""
         lost = take(backend, key, 10)
         found = take(backend, key, 20, token=lost.token, replace=lost.token)
         assert found.fence > lost.fence
@@ -286,7 +286,7 @@ class BackendContract:
     def test_question_behind_the_end_of_its_work_takes_nothing(
         self, backend: BaseLockBackend, key: str
     ) -> None:
-        """Asked in its own place, and heard late, it does not take what its token has settled."""
+        """A late acquire that replaces its own token is refused if that token has settled."""
         grant = take(backend, key, 10)
         assert backend.release(grant, 60) is True
         settled = held(backend, key)
@@ -295,7 +295,7 @@ class BackendContract:
             assert isinstance(refused, Contended)
             assert (refused.fence, refused.free_at) == (grant.fence, settled.free_at)
         assert held(backend, key).free_at == settled.free_at
-        # Whoever takes over does, and so does what has no expiry and is not settled.
+        # A takeover is granted, and so is the same on a lease without expiry that is not settled.
         assert backend.release(take(backend, key, replace=grant.token)) is True
         lasting = take(backend, key, None)
         assert take(backend, key, token=lasting.token, replace=lasting.token).fence > lasting.fence
@@ -311,7 +311,7 @@ class BackendContract:
     # Ends
 
     def test_release_is_true_for_one_of_many(self, backend: BaseLockBackend, key: str) -> None:
-        """Of releases at the same time, one frees the key; a late one spares whoever came next."""
+        """Of releases at the same time, one frees the key; a late one spares the next holder."""
         grant = take(backend, key)
         answers = _at_once(backend, [lambda: backend.release(grant)] * 4)
         assert sorted(answers, key=str) == [False, False, False, True]
@@ -405,7 +405,7 @@ class BackendContract:
     def test_holder_is_honoured_in_the_grace(
         self, backend: BaseLockBackend, elapse: Elapse, key: str
     ) -> None:
-        """In the second after `expires_at` it may extend and release, and nobody is granted."""
+        """In the second after `expires_at`, the holder may extend and release; others wait."""
         grant = take(backend, key, 0.5)
         for _ in range(2):
             elapse(0.7)
@@ -421,7 +421,7 @@ class BackendContract:
     def test_lease_is_gone_behind_the_grace(
         self, backend: BaseLockBackend, elapse: Elapse, key: str, followed: bool
     ) -> None:
-        """Past `free_at` it is never resurrected: the key is free, or its successor's."""
+        """After `free_at`, a lease never comes back: the key is free, or another holder's."""
         old = take(backend, key, 0.2)
         elapse(1.4)
         if followed:
@@ -442,7 +442,7 @@ class BackendContract:
         assert followed or take(backend, key).fence > old.fence
 
     def test_lock_without_expiry(self, backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
-        """With ttl None a lock has no end, is shown so, and lives until it is released."""
+        """With ttl None, a lock has no expiry, also when it is read, and lasts until released."""
         grant = take(backend, key, None)
         assert (grant.ttl, grant.expires_at) == (None, None)
         elapse(self.ages)
@@ -462,7 +462,7 @@ class BackendContract:
     def test_settle_keeps_the_key_until_the_time_is_over(
         self, backend: BaseLockBackend, elapse: Elapse, key: str, ttl: float | None
     ) -> None:
-        """Settled, a key stays taken until acquired_at + seconds, exactly and without grace."""
+        """A settled key stays held until acquired_at + seconds, exactly and without grace."""
         grant = take(backend, key, ttl)
         assert backend.release(grant, 1) is True
         record = held(backend, key)
@@ -476,7 +476,7 @@ class BackendContract:
     def test_settle_counts_from_the_grant(
         self, backend: BaseLockBackend, elapse: Elapse, key: str
     ) -> None:
-        """However often it was extended, a lease is settled from its grant on."""
+        """The time of a settled lease counts from its grant, however often it was extended."""
         grant = take(backend, key, 30)
         elapse(0.5)
         extended = extend(backend, grant, 60)
@@ -495,13 +495,13 @@ class BackendContract:
         assert backend.release(grant, 20) is False
         assert held(backend, key) == settled
 
-    # Many at once
+    # Many in one call
 
     @_has_ttl
     def test_answers_are_in_the_order_of_the_grants(
         self, backend: BaseLockBackend, now: Clock, key: str
     ) -> None:
-        """Each lease gets its own ttl, and each answer stands where its grant stood."""
+        """Each lease gets its own ttl, and the answers are in the order of the grants."""
         ttls = {"c": 20, "a": 5.5, "e": 300, "b": 0.5, "d": None}
         grants = [take(backend, f"{key}-{name}", ttl) for name, ttl in ttls.items()]
         before = now()
@@ -520,7 +520,7 @@ class BackendContract:
 
     @_has_ttl
     def test_some_are_gone(self, backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
-        """Expired, released, foreign and unknown leases answer None beside the live ones."""
+        """Expired, released, foreign and unknown leases answer None among live ones."""
         expired = take(backend, f"{key}-expired", 0.2)
         elapse(1.4)
         live = [take(backend, f"{key}-live-{number}") for number in range(2)]
@@ -534,7 +534,7 @@ class BackendContract:
         ]  # fmt: skip
 
     def test_many_are_legal(self, backend: BaseLockBackend, key: str) -> None:
-        """Thirty leases are extended as one is, and none as well."""
+        """Thirty leases can be extended in one call, and so can none."""
         assert backend.extend_many([]) == []
         grants = [take(backend, f"{key}-{number}") for number in range(30)]
         answers = backend.extend_many(grants[::-1])
@@ -559,7 +559,7 @@ class BackendContract:
     def test_fences_grow_over_other_ends(
         self, backend: BaseLockBackend, elapse: Elapse, key: str
     ) -> None:
-        """An expired and a settled lease leave the counter behind, and so does their removal."""
+        """The counter outlasts an expired lease, a settled one, and the removal of both."""
         fences = [take(backend, key, 0.1).fence]
         elapse(1.2)
         settled = take(backend, key)
@@ -572,7 +572,7 @@ class BackendContract:
         assert fences == sorted(set(fences))
 
     def test_counter_is_never_behind(self, backend: BaseLockBackend, key: str) -> None:
-        """It has the fence of the last grant; of a free key, it may be refused instead."""
+        """The counter has the fence of the last grant; for a free key, it may be refused."""
         grant = take(backend, key)
         counter = backend.counter(key)
         assert counter is not None
@@ -589,7 +589,7 @@ class BackendContract:
     def test_one_of_many_is_granted(
         self, backend: BaseLockBackend, is_next: IsNext, key: str, how: str
     ) -> None:
-        """Of threads that acquire a free key, or replace one holder, one gets the next fence."""
+        """One of the threads that acquire a free key, or replace a holder, gets the next fence."""
         old = None if how == "new" else take(backend, key)
         if old is not None and how == "release":
             backend.release(old)
@@ -643,7 +643,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("bad", ["", None, True, 7.5, b"key", "a\0b", "\ud800", "k" * 513])
     def test_bad_keys_are_refused(self, backend: BaseLockBackend, bad: Any) -> None:
-        """Whatever is no key is refused before the store is asked."""
+        """An illegal key is refused before the store is called."""
         token = new_token()
         for call in (lambda: backend.acquire(bad, token, 30), lambda: backend.read(bad)):
             with pytest.raises(InvalidArgument):
@@ -675,11 +675,11 @@ class BackendContract:
         assert backend.read(key) is None
         assert backend.release(grant) is True
 
-    # What a backend may do beside
+    # Optional features
 
     @pytest.mark.distlock_needs("supports_listing")
     def test_held_keys_are_listed(self, backend: BaseLockBackend, key: str) -> None:
-        """Page by page, by their prefix, and no others."""
+        """Held keys with a prefix, and no others, are listed page by page."""
         names = [f"{key}-{number}" for number in range(5)]
         for each in names:
             take(backend, each)
@@ -695,7 +695,7 @@ class BackendContract:
 
     @pytest.mark.distlock_needs("supports_operators")
     def test_force_release_moves_the_fence_on(self, backend: BaseLockBackend, key: str) -> None:
-        """The lease is gone, and the next grant has a higher fence; only of the fence asked for."""
+        """Only the lease with the given fence goes, and the next grant has a higher fence."""
         grant = take(backend, key)
         assert backend.force_release(key, fence=grant.fence + 1) is None
         forced = backend.force_release(key, fence=grant.fence)
@@ -707,7 +707,7 @@ class BackendContract:
 
     @pytest.mark.distlock_needs("supports_operators")
     def test_request_to_stop_is_seen(self, backend: BaseLockBackend, key: str) -> None:
-        """The next answer to its holder carries it, and to no other."""
+        """The next answer to the holder has the request, and no answer to other holders has it."""
         grants = [take(backend, f"{key}-{number}") for number in range(2)]
         backend.request_stop(f"{key}-1")
         answers = backend.extend_many(grants)
@@ -717,7 +717,7 @@ class BackendContract:
     def test_shortened_lease_is_renewed_until_its_end(
         self, backend: BaseLockBackend, elapse: Elapse, key: str
     ) -> None:
-        """Also where its ttl is shorter than what it was given, and no longer."""
+        """A lease whose ttl is shorter than its end is renewed until then, and not longer."""
         grant = take(backend, key, 1)
         backend.request_stop(key, 2)
         elapse(1)
@@ -742,7 +742,7 @@ def _attempt(project: str, key: str) -> None:
     settings.configure(**pickle.loads(bytes.fromhex(project)))  # noqa: S301 - the test's own
     django.setup()
     backend = lock_backends["default"]
-    print("ready", flush=True)  # noqa: T201 - whoever started this process reads it
+    print("ready", flush=True)  # noqa: T201 - the parent process reads it
     sys.stdin.readline()
     answer = backend.acquire(key, new_token(), 30)
     print(json.dumps(answer.fence if isinstance(answer, Grant) else None))  # noqa: T201

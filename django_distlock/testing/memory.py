@@ -1,4 +1,4 @@
-"""Locks of a test, kept in memory, and forgotten after it."""
+"""Locks that are kept in memory for a test, and forgotten after it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _EVENTS = "django_distlock.process.event_log"
 
 
 class Locks:
-    """What a test does to the locks of its `memory_locks`. The functions of the same names."""
+    """The functions of the same names, for the locks of a test's `memory_locks`."""
 
     def __init__(self, timeline: Timeline):
         self._timeline = timeline
 
     def advance(self, seconds: Duration) -> None:
-        """Let time pass at once: see `advance`."""
+        """Move time forward: see the function `advance`."""
         self._timeline.advance(seconds)
 
     assert_locked = staticmethod(assert_locked)
@@ -53,9 +53,9 @@ def memory_locks(
 ) -> MemoryLocks:
     """Keep locks in memory: for a block, a function, or each test of a class.
 
-    Each alias of `DISTLOCK` becomes a memory backend that knows of nothing yet. What it says about
-    keys, ttl and waiting stays as it is. After the block, or the test, all of it is gone, and the
-    backends from before are back.
+    Each alias of `DISTLOCK` becomes an empty memory backend, with the alias's settings for keys,
+    ttl and waiting. After the block, or the test, its locks are gone, and the previous backends
+    are back.
 
         with memory_locks(WAIT=0) as locks: ...
 
@@ -63,12 +63,12 @@ def memory_locks(
         class CaptureTests(TestCase): ...
 
     Args:
-        attr_name: On a class: the attribute of a test in which it finds the `Locks`.
+        attr_name: On a class: the attribute of each test that is set to the `Locks`.
         kwarg_name: On a function: the argument that is given the `Locks`.
-        settings: What every alias says instead: `TTL`, `WAIT`, …
+        settings: Settings that replace those of every alias: `TTL`, `WAIT`, …
 
     Raises:
-        InvalidArgument: `BACKEND` or `OPTIONS`, which are its own.
+        InvalidArgument: `BACKEND` or `OPTIONS` is given, which this function sets itself.
     """
     for name in ("BACKEND", "OPTIONS"):
         if name in settings:
@@ -99,10 +99,10 @@ class MemoryLocks:
         """Keep locks in memory for each call of a function, or each test of a class.
 
         Raises:
-            TypeError: A class that is no `unittest.TestCase`.
-            LockUsageError: A function whose body would run when its call is over, as a generator's.
+            TypeError: The class is no `unittest.TestCase`.
+            LockUsageError: The function's body would run after its call, as that of a generator.
         """
-        import unittest  # Not at the top, as Django's test tools: a plugin of pytest imports this.
+        import unittest  # Not at the top, as Django's test tools: a plugin of pytest imports us.
 
         if not isinstance(decorated, type):
             return self._around(decorated)
@@ -135,7 +135,7 @@ class MemoryLocks:
                     return function(*args, **with_locks(kwargs, locks))
 
         if self._kwarg_name:
-            # For pytest, an argument is a fixture.
+            # pytest would take the argument for a fixture.
             shown = signature_of(function)
             others = [each for each in shown.parameters.values() if each.name != self._kwarg_name]
             vars(wrapper)["__signature__"] = shown.replace(parameters=others)
@@ -156,7 +156,7 @@ class MemoryLocks:
 
 @contextmanager
 def _in_memory(timeline: Timeline, settings: dict[str, Any]) -> Iterator[None]:
-    """Let memory backends be what is configured, and put back after it what was there before."""
+    """Configure memory backends, and restore the previous backends afterwards."""
     from django.test.utils import override_settings
 
     configured = getattr(django_settings, "DISTLOCK", DEFAULT_BACKENDS)
@@ -164,7 +164,7 @@ def _in_memory(timeline: Timeline, settings: dict[str, Any]) -> Iterator[None]:
     said = {alias: configured[alias] for alias in aliases()}
     override = override_settings(
         DISTLOCK={
-            # What is no dictionary is refused when it is read, as without us.
+            # A setting that is no dictionary is refused when it is read, as usual.
             alias: {**each, **settings, **backend} if isinstance(each, Mapping) else each
             for alias, each in said.items()
         }
@@ -176,7 +176,7 @@ def _in_memory(timeline: Timeline, settings: dict[str, Any]) -> Iterator[None]:
             for alias in aliases():
                 backend_config(alias)
             timeline.begin()
-            # Nobody looks for them in a database, which a test may not touch.
+            # Their events are not kept, because a test may not have access to a database.
             signals = (lock_lost, lock_taken_over)
             kept_events += [each.disconnect(dispatch_uid=_EVENTS) for each in signals]
             try:

@@ -1,4 +1,4 @@
-"""What somebody else does to a key, on another host; and whether anybody holds it."""
+"""Simulated actions of another holder on a key, and assertions of whether a key is held."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ..locks.lease import Lease
 from ..locks.state import Terms
 from ..process import deferred_release
 
-#: Seconds between two questions to a store that is busy.
+#: Seconds between two attempts on a busy store.
 _PAUSE = 0.01
 
-#: Who holds a key where a test does not say.
+#: The default holder.
 ELSEWHERE = Holder(host="elsewhere", process="another process", pid=1)
 
 
 class OthersLease(Lease):
-    """A lease of somebody else. No receiver of this process hears what happens to it."""
+    """A lease of another holder. This process sends no signals about it."""
 
     def __init__(self, store: BaseLockBackend, granted: Granted, terms: Terms):
         super().__init__(store, granted, terms)
         self._holding.tells = False
 
     def release(self, *, strict: bool = False) -> bool:
-        """Give the key back, whatever transactions this process has open."""
+        """Release the key now, whatever transactions this process has open."""
         return self._release.by_call(strict=strict, defers=False)
 
     async def arelease(self, *, strict: bool = False) -> bool:
@@ -52,13 +52,13 @@ def hold(
     holder: Holder | None = None,
     heartbeat: bool = True,
 ) -> Iterator[Lease]:
-    """Let somebody else hold a key while the block runs.
+    """Let another holder have a key while the block runs.
 
     Args:
         ttl: Seconds (or a `timedelta`), from 0.1 to `MAX_TTL`; None: the `TTL` of the backend.
-        holder: Who it is; None: another process, on a host called "elsewhere".
-        heartbeat: Whether the lease is renewed, as that of a process which lives. False: it ends
-            with its ttl, as that of one which died.
+        holder: The holder; None: another process, on a host called "elsewhere".
+        heartbeat: Whether the lease is renewed, as that of a live process. False: it expires
+            after its ttl, as that of a dead one.
 
     Raises:
         LockNotAcquired: The key is held.
@@ -73,21 +73,21 @@ def hold(
 
 
 def steal(lease: Lease, *, ttl: Duration | None = None, holder: Holder | None = None) -> Lease:
-    """Let somebody else have got the key, as after a pause; its holder has not noticed.
+    """Grant the key to another holder, as after a pause; the old holder has not noticed.
 
-    The store knows the new holder alone, with a higher fence. The old one believes in its lease
-    until its deadline has passed, or its next renewal is refused.
+    The store knows only the new holder, with a higher fence. The old holder trusts its lease until
+    its deadline has passed, or its next renewal is refused.
 
     Args:
         ttl: Seconds (or a `timedelta`) of the new lease; None: the `TTL` of the backend.
-        holder: Who has it now; None: another process, on a host called "elsewhere".
+        holder: The new holder; None: another process, on a host called "elsewhere".
 
     Returns:
-        The new holder's lease. Nothing renews it; release it, or let it end.
+        The new holder's lease. Nothing renews it; release it, or let it expire.
 
     Raises:
-        LockNotAcquired: Somebody else has the key already, and does not share it.
-        LockLost: The lease has ended, and its holder can know.
+        LockNotAcquired: Another holder has the key already, and does not share it.
+        LockLost: The lease has ended, and the old holder can know.
     """
     lease.check()
     store, permits = lease._holding.store, lease._holding.terms.permits
@@ -95,10 +95,10 @@ def steal(lease: Lease, *, ttl: Duration | None = None, holder: Holder | None = 
 
 
 def expire(key: str, *, backend: str = "default") -> None:
-    """Let all leases on a key be over: the key is free, and no holder has noticed.
+    """Expire all leases on a key: the key is free, and no holder has noticed.
 
-    So it looks when the holder died, or stopped, its ttl ago. With session locks the session ends,
-    which a holder may notice at once.
+    As if the holder had died or stopped a ttl ago. With session locks the session ends, which a
+    holder may notice immediately.
 
     Raises:
         LockUsageError: Nobody holds the key, or a guarded transaction keeps it.
@@ -112,8 +112,8 @@ def expire(key: str, *, backend: str = "default") -> None:
 
 
 def forget(store: BaseLockBackend, record: Record) -> None:
-    """Let a store know nothing of a lease any more; the fence stays where it is, if it can."""
-    # What is settled, and what a session holds, cannot be released by its token.
+    """Remove a lease from a store, without raising the fence if that is possible."""
+    # Settled leases, and those of sessions, cannot be released by their token.
     if record.token and store.release(record.grant):
         return
     if isinstance(store.force_release(record.key), Contended):
@@ -131,9 +131,9 @@ def taken(
     replace: str | None = None,
     permits: int | None = 1,
 ) -> OthersLease:
-    """Acquire a key for somebody else, once: alone, or else beside others if permits say so.
+    """Acquire a key once for another holder: exclusively, or else shared if permits allow that.
 
-    A store that is busy is asked again for a second.
+    If the store is busy, the attempt is repeated for a second.
     """
     config, holder = store.config, holder or ELSEWHERE
     lives = ttl_seconds(config.ttl if ttl is None else ttl, maximum=config.max_ttl)
@@ -163,17 +163,17 @@ def assert_locked(key: str, *, backend: str = "default") -> None:
     """Fail unless somebody holds the key now.
 
     Raises:
-        AssertionError: Nobody does.
+        AssertionError: Nobody holds it.
     """
     if _record(key, backend) is None:
         raise AssertionError(f"{key!r} is not locked on {backend!r}: nobody holds it.")
 
 
 def assert_not_locked(key: str, *, backend: str = "default") -> None:
-    """Fail if somebody holds the key now, or if it is kept after its holder.
+    """Fail if somebody holds the key now, or if it is settled.
 
     Raises:
-        AssertionError: Somebody does; the message says who, and since when.
+        AssertionError: The key is held; the message says by which holder, and since when.
     """
     record = _record(key, backend)
     if record is not None:
@@ -185,6 +185,6 @@ def assert_not_locked(key: str, *, backend: str = "default") -> None:
 
 
 def _record(key: str, backend: str) -> Record | None:
-    # What this process has given up in a rollback is not held any more.
+    # Wait for releases of this process that a rollback has started.
     deferred_release.flush((backend, key))
     return lock_backends[backend].read(key)

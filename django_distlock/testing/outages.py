@@ -1,4 +1,4 @@
-"""A store that cannot be reached."""
+"""Simulated outages of a store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ..core.errors import BackendUnavailable
 from ..handler import lock_backends
 
-#: What a backend asks its store.
+#: The methods of a backend that call its store.
 OPERATIONS = (
     "_acquire", "_acquire_many", "_extend", "_extend_many", "_release",
     "_read", "_read_many", "_read_token", "_sharing", "_list", "_expired",
@@ -25,17 +25,17 @@ OPERATIONS = (
 
 @contextmanager
 def lose_connection(backend: str = "default", *, answers: bool = True) -> Iterator[None]:
-    """Let the store not be reached while the block runs: what asks it raises `BackendUnavailable`.
+    """Cut off the store while the block runs: calls to it raise `BackendUnavailable`.
 
     Args:
-        backend: Its alias.
+        backend: The backend's alias.
         answers: False: requests are carried out, and only their answers are lost. By default the
             requests do not arrive.
     """
     store, carried_out = lock_backends[backend], not answers
     own = vars(store)
     before = {name: own[name] for name in OPERATIONS if name in own}
-    # One operation may be made of others, and there is one answer to lose.
+    # An operation may call others, and only its own answer is lost.
     inside = threading.local() if carried_out else None
     cuts = {name: _losing(getattr(store, name), store.alias, inside) for name in OPERATIONS}
     own.update(cuts)

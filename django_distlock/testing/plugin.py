@@ -1,4 +1,4 @@
-"""What pytest loads where this package is installed: a fixture, and a mark that asks for it.
+"""The plugin that pytest loads with this package: a fixture, and a mark that requests it.
 
 @pytest.mark.memory_locks(WAIT=0)
 def test_second_is_refused(memory_locks): ...
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let the mark ask for the fixture: a test that only has the mark would take real locks."""
+    """Add the fixture to tests with the mark, which would acquire real locks without it."""
     if (
         isinstance(item, pytest.Function)
         and item.get_closest_marker(MARK)

@@ -1,4 +1,4 @@
-"""Who is told of a loss, is told before a test goes on."""
+"""Callbacks and receivers of a loss, which are called before a test goes on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..locks import state
 from ..locks.callbacks import apart
 from ..process import deferred_release
 
-#: Seconds that somebody who is told may take, where a thread is waited for.
+#: Seconds that a callback in another thread may take.
 PATIENCE = 10.0
 
-# What is replaced below is so for the process: two threads would put back each other's.
+# The replacement below is for the whole process: two threads would restore each other's.
 _one_at_a_time = threading.RLock()
 
 Work = Callable[[], None]
@@ -25,21 +25,21 @@ Work = Callable[[], None]
 
 @contextmanager
 def telling_here() -> Iterator[Teller]:
-    """Let callbacks and receivers that are told of a loss be called in this thread.
+    """Call the callbacks and receivers of a loss in this thread.
 
-    In a thread of its own they would see nothing of the transaction of a `TestCase`, and leave
-    after what they write. In the thread of an event loop they would be asked to await: there they
-    are called apart as always, and waited for.
+    In another thread they would not see the transaction of a `TestCase`, and what they write would
+    stay after the test. The thread of an event loop does not allow synchronous queries: from there
+    they are called in another thread, as usual, and waited for.
 
     Raises:
-        TimeoutError: One of them, called apart, has not returned in 10 seconds.
+        TimeoutError: One of them, in another thread, has not returned in 10 seconds.
     """
     with _one_at_a_time:
         teller, before = Teller(), vars(state)["apart"]
         vars(state)["apart"] = teller
         try:
             yield teller
-            # Of renewals a thread of the package tells, and another one writes down events.
+            # One thread of the package reports renewals, and another one writes events.
             for finish in (deferred_release.teller.finish, *before_drop):
                 finish()
         finally:
@@ -48,7 +48,7 @@ def telling_here() -> Iterator[Teller]:
 
 
 class Teller:
-    """Takes what is to be told from any thread, and tells it in one: the one that makes it."""
+    """Takes calls from any thread, and makes them in the thread that created this object."""
 
     def __init__(self) -> None:
         self._here = threading.get_ident()
@@ -57,7 +57,7 @@ class Teller:
         self._is_closed = False
 
     def __call__(self, work: Work) -> None:
-        """Tell now, or let the thread do it that has to; after its end, as always."""
+        """Make the call now, or leave it to the thread of this object; after `close`, as usual."""
         if threading.get_ident() == self._here:
             _tell(work)
             return
@@ -68,14 +68,14 @@ class Teller:
         apart(work)
 
     def tell(self) -> None:
-        """Tell what timers have found out."""
+        """Make the calls that other threads have left, such as timers."""
         with self._mutex:
             waiting, self._waiting = self._waiting, []
         for work in waiting:
             _tell(work)
 
     def close(self) -> None:
-        """Take no more, and tell what there is."""
+        """Take no more calls, and make those that are left."""
         with self._mutex:
             self._is_closed = True
         self.tell()

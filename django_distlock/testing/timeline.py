@@ -1,4 +1,4 @@
-"""Time that passes at once, for the locks of `memory_locks`, and processes that stood still."""
+"""Simulated time for the locks of `memory_locks`, and simulated pauses of processes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from ..process.heartbeat import Heartbeat
 from .others import steal, taken
 from .telling import Teller, telling_here
 
-#: How far time goes at once where it is not far enough.
+#: Seconds of each further step, while the key is not free yet.
 _STEP = 0.01
-#: The innermost comes last.
+#: The timelines of all `memory_locks()`; the innermost comes last.
 _timelines: list[Timeline] = []
 
 
 def advance(seconds: Duration) -> None:
-    """Let time pass at once, as if the process had lived through it.
+    """Move time forward, as if the process had lived through it.
 
-    For the stores of the innermost `memory_locks()` and for who holds their locks: leases end or
-    are renewed at their times, in order; who is to be called back, has been. The time of other
-    stores, and `time.time()`, stay as they are. A caller that waits in another thread is woken and
-    looks again.
+    It moves for the stores of the innermost `memory_locks()` and for the holders of their locks:
+    leases expire or are renewed at their times, in order, and their callbacks have run. The time
+    of other stores, and `time.time()`, stay. A waiter in another thread is woken and looks again.
 
     Args:
         seconds: Seconds, or a `timedelta`.
@@ -50,27 +49,28 @@ def advance(seconds: Duration) -> None:
 def simulate_pause(
     lease: Lease, seconds: Duration | None = None, *, taken_by_other: bool = False
 ) -> Lease | None:
-    """Let this process have stood still for longer than its lease lived. It goes on now.
+    """Simulate that this process stood still for longer than its lease lasted, and goes on now.
 
-    As after a SIGSTOP, a suspended machine or a long collection of garbage: nothing was renewed
-    meanwhile, the key is free, `lease.is_lost` is True, and who is to be called back, has been. The
-    code that runs goes on where it was, and knows only if it asks.
+    As after a SIGSTOP, a suspended machine or a long garbage collection: nothing was renewed
+    meanwhile, the key is free, `lease.is_lost` is True, and the callbacks have run. The running
+    code goes on where it was, and learns of the loss only if it checks.
 
-    Inside of `memory_locks()` the time of all its locks passes. On another backend the store's time
-    cannot be put ahead: there the store forgets this one lease, and its deadline is now.
+    Inside `memory_locks()`, the time of all its locks moves forward. The time of another backend's
+    store cannot be moved: there, the store forgets this one lease, and its deadline is now.
 
     Args:
-        seconds: Seconds (or a `timedelta`) that it stood still; None: until the key was free. Only
-            inside of `memory_locks()`. A pause may be too short to lose anything.
-        taken_by_other: Whether somebody else has taken the key meanwhile.
+        seconds: Seconds (or a `timedelta`) of the pause; None: until the key is free. Only inside
+            `memory_locks()`. A pause may be too short to lose the lease.
+        taken_by_other: Whether another holder has acquired the key meanwhile.
 
     Returns:
-        The lease of who has the key now; None: nobody.
+        The lease of the other holder; None: there is none.
 
     Raises:
-        LockUsageError: The lease is not held, or has no expiry, or `seconds` on another backend.
-        LockLost: It had ended before.
-        LockNotAcquired: The pause is too short for somebody else to take the key.
+        LockUsageError: The lease is not held or has no expiry, or `seconds` is given for another
+            backend.
+        LockLost: The lease had ended before.
+        LockNotAcquired: The pause is too short for another holder to acquire the key.
     """
     lease.check()
     if lease.deadline == math.inf:
@@ -96,7 +96,7 @@ def _stand_still(
     store = lease._holding.store
     with telling_here() as teller:
         with ExitStack() as standing:
-            # No thread of a process that stands still asks the store.
+            # No thread of a process that stands still calls the store.
             for each in here:
                 standing.enter_context(each.mutex)
             if seconds is not None:
@@ -127,14 +127,14 @@ def _lose(lease: Lease, *, taken_by_other: bool) -> Lease | None:
 
 
 def current() -> Timeline | None:
-    """Return the time of the innermost `memory_locks`."""
+    """Return the timeline of the innermost `memory_locks`; None: there is none."""
     return _timelines[-1] if _timelines else None
 
 
 class Timeline:
-    """The time of one `memory_locks`: real time, and what was let pass at once.
+    """The time of one `memory_locks`: real time plus the seconds that it was moved forward.
 
-    Called, it is the clock of its stores, and of who holds their locks.
+    It is callable, as the clock of its stores and of the holders of their locks.
     """
 
     def __init__(self) -> None:
@@ -145,11 +145,11 @@ class Timeline:
         return monotonic() + self._ahead
 
     def begin(self) -> None:
-        """Be the time that passes."""
+        """Become the innermost timeline."""
         _timelines.append(self)
 
     def end(self) -> None:
-        """Leave nothing that was held, and no thread."""
+        """End all that was held, and all threads."""
         for lease in self.leases():
             lease.end_keeping()
             held_here.discard(lease)
@@ -165,7 +165,7 @@ class Timeline:
         _timelines.remove(self)
 
     def advance(self, seconds: Duration) -> None:
-        """See the function."""
+        """See the function `advance`."""
         if current() is not self:
             raise LockUsageError(
                 "The time of a memory_locks() that has ended or contains another one cannot be"
@@ -179,7 +179,7 @@ class Timeline:
     def pass_until(
         self, until: float, teller: Teller, *, standing: Set[Holding] = frozenset()
     ) -> None:
-        """Let time pass, and do what is due meanwhile; leases of who stands still ring no alarm."""
+        """Move time forward, and do what is due; if leases are `standing`, no alarm rings."""
         while (at := self._next_event(standing)) <= until:
             self._go_to(at)
             self.do_what_is_due(standing)
@@ -197,26 +197,26 @@ class Timeline:
                 heartbeat.renew(due)
 
     def go_on(self) -> None:
-        """Let threads look at the clock that sleep until a time which may have come."""
+        """Wake the threads that sleep until a time which may have come, to look at the clock."""
         for timer in self._timers():
             timer.look()
         for store in self.stores():
             for turn in store.queues.all():
                 turn.ring()
 
-    # What there is
+    # Its leases and stores
 
     def leases(self) -> list[Holding]:
-        """Return what is held in its stores."""
+        """Return the leases that are held in its stores."""
         held = [each.holding for each in held_here.all()]
         return [each for each in held if isinstance(each, Holding) and self.owns(each)]
 
     def owns(self, lease: Holding) -> bool:
-        """Whether a lease is one of its stores'."""
+        """Whether a lease is held in one of its stores."""
         return lease.store.monotonic is self
 
     def stores(self) -> list[BaseLockBackend]:
-        """Return what it is the clock of."""
+        """Return the stores whose clock this is."""
         return [each for each in list(base.every) if each.monotonic is self]
 
     def _heartbeats(self) -> list[Heartbeat]:
