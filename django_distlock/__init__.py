@@ -1,6 +1,6 @@
 """Distributed locks for Django: leases with fences, on the store that you already run.
 
-A name is imported when it is first asked for: `python -m django_distlock.audit` needs no Django.
+A name is imported at its first use, so that `python -m django_distlock.audit` needs no Django.
 """
 
 from importlib import import_module
@@ -62,7 +62,7 @@ __all__ = [
     "transaction_locked",
 ]
 
-#: Where the names come from, when the program runs.
+#: The modules from which the names are imported at run time.
 _NAMES = {
     "core.errors": """
         BackendUnavailable FenceRejected InvalidArgument LockError LockLost LockNotAcquired
@@ -85,7 +85,7 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-if not TYPE_CHECKING:  # or a name that does not exist would be one, for who checks types
+if not TYPE_CHECKING:  # or type checkers would accept names that do not exist
 
     def __getattr__(name: str) -> object:
         if name not in _MODULES:

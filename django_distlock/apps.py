@@ -13,14 +13,14 @@ from django.utils.translation import gettext_lazy as _
 
 
 class DistlockConfig(AppConfig):
-    """Connect what has to be connected."""
+    """The app, with its checks and receivers of signals."""
 
     name = "django_distlock"
     verbose_name = _("Distributed locks")
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register checks, keep events, install server functions after `migrate`."""
+        """Register the checks, and the receivers that keep events and install server functions."""
         from . import checks
         from .managers.lock import refuse_lower_fence
         from .models import FenceCounter, SeenFence
@@ -35,17 +35,17 @@ class DistlockConfig(AppConfig):
 
 
 def _check_tasks() -> None:
-    """Register the checks of tasks where Celery is in use.
+    """Register the checks of tasks if Celery is in use.
 
-    Workers alone import the tasks that would import them.
+    Importing the tasks registers them, too, but only workers do that.
     """
     if "celery" in sys.modules:
-        with suppress(ImportError):  # Of a Celery that is older than what is supported.
+        with suppress(ImportError):  # Celery is older than the supported versions.
             import_module("django_distlock.contrib.celery")
 
 
 def _install_server_side(*, using: str, **_: Any) -> None:
-    # Beside the migration, because test runs with --nomigrations make the tables without it.
+    # Not only in the migration, because test runs with --nomigrations make the tables without it.
     from .database.sql.operations import install_missing
     from .fencing.triggers import fix_path
 

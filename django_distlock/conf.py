@@ -1,8 +1,7 @@
 """The one reader of `DISTLOCK` and of the settings whose names start with `DISTLOCK_`.
 
 Settings are read when first needed, checked, and copied: nothing here keeps or changes the
-project's dictionaries. One that breaks a rule raises `InvalidLockBackend`, which says what it must
-be.
+project's dictionaries. A setting that breaks a rule raises `InvalidLockBackend`, with the rule.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .core.secrets import Secret
 from .core.wording import suggestion
 from .exceptions import InvalidLockBackend
 
-#: Every setting of ours.
+#: All settings of this package.
 SETTINGS: Final = (
     "DISTLOCK", "DISTLOCK_TABLES", "DISTLOCK_HOLDER", "DISTLOCK_FENCE_SECRET",
     "DISTLOCK_FENCE_AUDIENCE", "DISTLOCK_FENCE_JUMP", "DISTLOCK_MONITOR_TOKEN",
@@ -48,23 +47,23 @@ DEFAULT_TABLES: Mapping[str, str] = {
     "responses": "django_distlock_storedresponse",
 }
 
-#: PostgreSQL's names have at most 63 bytes, and functions and constraints add up to 15 to theirs.
+#: PostgreSQL's names have at most 63 bytes, and those of functions and constraints add up to 15.
 _MAX_TABLE_NAME = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendConfig:
-    """What one alias of `DISTLOCK` says.
+    """The settings of one alias in `DISTLOCK`.
 
     Attributes:
         backend: The import path of the backend's class.
-        ttl: Seconds a lease lives where a lock does not say.
-        wait: Seconds to keep trying where a lock does not say; None: for ever.
+        ttl: Seconds that a lease lasts, unless its lock has a ttl.
+        wait: Seconds to keep trying, unless a lock has a wait; None: for ever.
         max_ttl: The longest legal ttl, in seconds.
         heartbeat: The part of the ttl between two renewals.
-        lock_connections: How many connections of its own a process opens at most.
-        retry: Pauses between attempts where a lock does not say.
-        fence_floor: "clock": no fence is below what the store's clock says; None: they just count.
+        lock_connections: The package's own connections that a process opens at most.
+        retry: Pauses between attempts, unless a lock has its own.
+        fence_floor: "clock": no fence is below the store's clock; None: fences just count.
         options: Keyword arguments of the backend's class.
     """
 
@@ -82,12 +81,12 @@ class BackendConfig:
 
 
 def aliases() -> list[str]:
-    """Return the names of the configured backends, without reading what they say."""
+    """Return the names of the configured backends, without reading their settings."""
     return list(_configured())
 
 
 def backend_config(alias: str) -> BackendConfig:
-    """Return what `DISTLOCK` says about `alias`, checked."""
+    """Return the settings of `alias` in `DISTLOCK`, checked."""
     configured = _configured()
     if alias not in configured:
         names = ", ".join(map(repr, configured)) or "none"
@@ -127,7 +126,7 @@ def table(name: str) -> str:
 
 @cache
 def _tables() -> Mapping[str, str]:
-    """Return all tables: each call to a server asks, and Django is slow to say "not set"."""
+    """Return all tables; cached, because each call to a server needs one, and settings are slow."""
     raw = getattr(settings, "DISTLOCK_TABLES", DEFAULT_TABLES)
     if not isinstance(raw, Mapping):
         raise InvalidLockBackend(f"DISTLOCK_TABLES must be a dictionary, not {shown(raw)}.")
@@ -161,20 +160,20 @@ setting_changed.connect(_forget_tables, dispatch_uid="django_distlock.conf")
 
 
 def index_name(name: str, what: str) -> str:
-    """Return the name of an index of a table: some databases have one of a name in a schema."""
+    """Return the name of an index of a table, which some databases want to be unique."""
     return f"distlock_{name}_{what}_{sha256(table(name).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True)
 class HolderConfig:
-    """What `DISTLOCK_HOLDER` says. Without a name, a process has that of the program that runs."""
+    """The settings in `DISTLOCK_HOLDER`. The default name of a process is that of its program."""
 
     prefix: str = ""
     process: str | None = None
 
 
 def holder_config() -> HolderConfig:
-    """Return how this process names itself."""
+    """Return the settings by which this process names itself."""
     raw = getattr(settings, "DISTLOCK_HOLDER", {})
     if not isinstance(raw, Mapping):
         raise InvalidLockBackend(f"DISTLOCK_HOLDER must be a dictionary, not {shown(raw)}.")
@@ -190,13 +189,13 @@ def holder_config() -> HolderConfig:
 
 
 def fence_secrets() -> tuple[str | bytes, ...]:
-    """Return what fences in headers are signed with: the first signs, and each of them verifies."""
+    """Return the secrets for fences in headers: the first one signs, and each one verifies."""
     raw = getattr(settings, "DISTLOCK_FENCE_SECRET", None)
     if raw is None:
         return (settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS)
     secrets = _several(raw)
     if not secrets or not all(isinstance(each, str) and len(each) >= 16 for each in secrets):
-        # Not what it is: it may be a part of the secret.
+        # Without the value, which may be a part of the secret.
         raise InvalidLockBackend(
             "DISTLOCK_FENCE_SECRET must be None, or a str of at least 16 characters, or a list of"
             " such."
@@ -205,7 +204,7 @@ def fence_secrets() -> tuple[str | bytes, ...]:
 
 
 def fence_audiences() -> tuple[str | None, ...]:
-    """Return whom fences in headers may be meant for, here; None: for nobody in particular."""
+    """Return the audiences of fences that this service accepts; None: fences without one."""
     audiences = _several(getattr(settings, "DISTLOCK_FENCE_AUDIENCE", None))
     try:
         for each in audiences:
@@ -219,7 +218,7 @@ def fence_audiences() -> tuple[str | None, ...]:
 
 
 def validate_audience(value: object) -> str:
-    """Return the name of a service that fences are sent to; `InvalidArgument`: it is none."""
+    """Return the name of a service that fences are sent to, or raise `InvalidArgument`."""
     if not isinstance(value, str) or not (value.isprintable() and 1 <= len(value) <= 100):
         raise InvalidArgument(
             f"An audience is a str of 1 to 100 printable characters, not {shown(value)}."
@@ -241,13 +240,13 @@ def fence_jump() -> int | None:
 
 
 def monitor_tokens() -> tuple[str, ...]:
-    """Return the tokens that machines may show to monitoring endpoints; none: none may."""
+    """Return the tokens that monitoring endpoints accept from machines; (): none."""
     raw = getattr(settings, "DISTLOCK_MONITOR_TOKEN", None)
     if raw is None:
         return ()
     tokens = _several(raw)
     for token in tokens:
-        # What a header can carry, and nobody guesses. Not what it is: it may be the secret.
+        # A header must be able to carry it. The error lacks the value, which may be the secret.
         if not isinstance(token, str) or not re.fullmatch(r"[\w.~+/-]{16,}=*", token, re.ASCII):
             raise InvalidLockBackend(
                 "DISTLOCK_MONITOR_TOKEN must be None, or a str of at least 16 letters, digits or"
@@ -270,7 +269,7 @@ def task_url(task_id: str) -> str:
     raw = getattr(settings, "DISTLOCK_TASK_URL", None)
     if raw is None:
         return ""
-    # Of these schemes alone: the page makes a link of it.
+    # Only these schemes, because the page makes a link of it.
     if not isinstance(raw, str) or not re.match(r"https?://|/", raw) or "{task_id}" not in raw:
         raise InvalidLockBackend(
             "DISTLOCK_TASK_URL must be None, or an address that starts with http://, https:// or /"
@@ -307,7 +306,7 @@ def _refuse_unknown(where: str, raw: Mapping[str, Any], known: Collection[str]) 
 
 
 def refuse_unknown_settings() -> None:
-    """Refuse settings that begin as ours do and are none of them, such as `DISTLOCKS`."""
+    """Refuse unknown settings whose names begin as ours do, such as `DISTLOCKS`."""
     unknown = [
         f"There is no setting {name}.{_remedy(name)}"
         for name in dir(settings)
@@ -365,7 +364,7 @@ def _fence_floor(value: object) -> str | None:
 
 
 def _options(value: object) -> Mapping[str, Any]:
-    # Not what it is: a password may be in it.
+    # Without the value, which may contain a password.
     if not isinstance(value, Mapping):
         raise InvalidArgument(f"must be a dictionary of options, not a {type(value).__name__}.")
     for name in value:
@@ -381,7 +380,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "TTL": lambda value: seconds(value, "TTL", minimum=MIN_TTL),
     "WAIT": lambda value: None if value is None else seconds(value, "WAIT"),
     "MAX_TTL": lambda value: seconds(value, "MAX_TTL", minimum=MIN_TTL, maximum=LONGEST),
-    # Above a half, one renewal that fails is one too many.
+    # Above a half, one failed renewal is enough to lose the lease.
     "HEARTBEAT": lambda value: number(value, "HEARTBEAT", minimum=0.01, maximum=0.5),
     "LOCK_CONNECTIONS": _connections,
     "RETRY": _retry,

@@ -43,7 +43,7 @@ __all__ = [
 class InvalidLockBackend(ImproperlyConfigured):
     """`DISTLOCK` names a backend that does not exist, or an option that breaks a rule.
 
-    The message tells no user and no password of an address that stands in the settings.
+    The message contains no user and no password of an address in the settings.
     """
 
     def __init__(self, message: str = ""):

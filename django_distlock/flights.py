@@ -1,8 +1,8 @@
-"""Values that are computed once: who asks meanwhile waits for the result, or takes the one before.
+"""Values that one caller computes, while others wait for the result or use the stale value.
 
-A flight is what one caller of a process does to get a value: it takes the lock and computes, or
-waits for another process that does. The other callers of its process wait for the flight. So a
-process asks the store for each value once, however many threads and tasks want it.
+A flight is what one caller of a process does to get a value: it acquires the lock and computes, or
+waits for another process that computes. The other callers of its process wait for the flight. So a
+process calls the store once for each value, however many threads and tasks want it.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ R = TypeVar("R")
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds for which others wait where nobody says how long.
+#: The default of the seconds to wait for a result.
 WAIT: Final = 10.0
-#: Seconds for which the cache knows of an error, and not less than somebody waits for a value.
+#: Seconds for which the cache keeps an error, or those of `wait`, if that is longer.
 FAILED_FOR: Final = 60.0
 #: The shortest time in a cache: some of them count in whole seconds.
 SHORTEST: Final = 1.0
@@ -72,7 +72,7 @@ _NOTHING: Final[Any] = object()
 
 
 class How(TypedDict, total=False):
-    """The arguments of `single_flight`, which says what they mean."""
+    """The arguments of `single_flight`, which describes them."""
 
     timeout: Required[Duration | None]
     stale: Duration
@@ -93,39 +93,39 @@ def single_flight(key: str, **how: Unpack[How]) -> Callable[[Callable[P, T]], Ca
 
 
 def single_flight(key: str, compute: Callable[[], Any] | None = None, **how: Unpack[How]) -> Any:
-    """Return a value from Django's cache; if it is not there, compute it once, for all who ask.
+    """Return a value from Django's cache; if it is not there, compute it once for all callers.
 
-    One caller computes under a lock, and the others wait for its result. Without `compute` it is a
-    decorator of a function, or of a coroutine function, whose result is the value.
+    One caller computes under a lock, and the others wait for its result. Without `compute`, this is
+    a decorator of a function, or of a coroutine function, whose result is the value.
 
-    The cache has the value under `key`: `cache.delete(key)` has it computed anew. It is any value
-    that the cache can keep, None included. What computes it is done in the caller's transaction,
-    if there is one; the lock is given back before that ends.
+    The cache has the value under `key`; after `cache.delete(key)` it is computed again. It can be
+    any value that the cache can keep, None included. `compute` runs in the caller's transaction, if
+    there is one; the lock is released before that ends.
 
-    A store of locks that does not answer keeps nobody from computing: each process does it once
-    then, which is logged (`flight_without_lock`) and told by the signal `lock_bypassed`.
+    If the lock store is unavailable, each process computes the value once, without the lock. That
+    is logged (`flight_without_lock`) and reported by the signal `lock_bypassed`.
 
     Args:
-        key: Of the cache and of the lock; for a decorator, a template of the parameters.
+        key: The key in the cache and of the lock; for a decorator, a template of the parameters.
         compute: Returns the value.
-        timeout: Seconds (or a `timedelta`) that the value counts, at least 1; None: for ever.
-        stale: Seconds (or a `timedelta`) after `timeout` for which the value is given to those
-            who would wait while one computes it anew; at least 1, or 0: they wait.
+        timeout: Seconds (or a `timedelta`) that the value is fresh, at least 1; None: for ever.
+        stale: Seconds (or a `timedelta`) after `timeout` for which callers get the stale value
+            while one computes it again, at least 1; 0: they wait.
         cache: An alias in `CACHES`.
-        on_error: What becomes of an error of `compute`. "raise": those who wait get it too, or a
-            `LockError` where it cannot be pickled; "compute": they compute one after the other;
-            "stale": who computed gets the stale value, if there is one, and the error is logged.
-        on_conflict: What is done after `wait`. "raise": `LockNotAcquired`; "run": the value is
+        on_error: What happens if `compute` raises. "raise": waiting callers get the error, too, or
+            a `LockError` if it cannot be pickled; "compute": they compute one after the other;
+            "stale": the caller gets the stale value, if there is one, and the error is logged.
+        on_conflict: What happens after `wait`. "raise": `LockNotAcquired`; "run": the value is
             computed without the lock.
         wait: Seconds (or a `timedelta`) to wait for a result.
-        ttl: Seconds (or a `timedelta`) of the lock's lease; None: the `TTL` of the backend. A
-            process that dies while it computes is waited for so long, and a second.
+        ttl: Seconds (or a `timedelta`) of the lock's lease; None: the `TTL` of the backend. If a
+            process dies while it computes, others wait for it that long, and a second.
         backend: An alias in `DISTLOCK`.
 
     Raises:
         InvalidArgument: An argument breaks a rule.
-        LockNotAcquired: Somebody else computed for all of `wait`.
-        LockUsageError: `compute` asks for its own value; or it is asynchronous.
+        LockNotAcquired: Another caller computed for all of `wait`.
+        LockUsageError: `compute` requests the same key; or it is asynchronous.
     """
     if callable(key):
         raise InvalidArgument(
@@ -141,10 +141,10 @@ def single_flight(key: str, compute: Callable[[], Any] | None = None, **how: Unp
 
 
 async def asingle_flight(key: str, compute: Callable[[], Awaitable[T]], **how: Unpack[How]) -> T:
-    """See `single_flight`. The cache is asked in threads of the lock backend.
+    """See `single_flight`. The cache is called in threads of the lock backend.
 
     Raises:
-        LockLost: The lease ended first, by which the computing task was cancelled.
+        LockLost: The lease ended first, and the computing task was cancelled.
     """
     plan = _Plan.of(key, **how)
     return cast("T", await plan.get(_Awaits(plan), plan.lock.key, compute))
@@ -152,7 +152,7 @@ async def asingle_flight(key: str, compute: Callable[[], Awaitable[T]], **how: U
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the cache has."""
+    """An answer of the cache."""
 
     value: Any
     is_fresh: bool = True
@@ -163,29 +163,29 @@ class _Found:
 
 
 class _Flight:
-    """What one caller does for all of its process.
+    """What one caller does for all callers of its process.
 
-    It spares the store their questions, and decides nothing: that the lock does.
+    It saves calls to the store, and decides nothing: the lock decides.
     """
 
     def __init__(self, backend: str, cache: str, key: str):
-        # The cache may keep one key apart for each tenant.
+        # With the cache's own name of the key, which may contain the tenant.
         self.name = backend, cache, caches[cache].make_key(key)
         self.key = key
-        #: What it has brought, if it has landed: the first one counts.
+        #: The result, if the flight has landed: the first one counts.
         self.results: list[bytes | None] = []
-        # No future, whose mutex a signal's exception may leave locked.
+        # No future, whose mutex may stay locked after an exception of a signal's handler.
         self.landed = Bell()
-        #: Called when it lands.
+        #: Called when the flight lands.
         self.calls: list[Callable[[], object]] = []
-        #: Whether anybody waits for it.
+        #: Whether any caller waits for the flight.
         self.is_awaited = False
 
     def land(self, value: Any = _NOTHING, error: Exception | None = None) -> None:
-        """Give the others the result, unless it was given; without one, they see for themselves."""
+        """Give others the result, unless they have it; without one, they look for themselves."""
         if not self.results:
             self.leave()
-            # Each gets a copy of its own, as from a cache.
+            # Packed, so that each caller gets its own copy, as from a cache.
             told = self.is_awaited and (error is not None or value is not _NOTHING)
             self.results.append(_packed(value if error is None else None, error) if told else None)
         # Also if an earlier call was interrupted before this line.
@@ -199,7 +199,7 @@ class _Flight:
             _flights.pop(self.name, None)
 
 
-#: Those of this process, by backend, cache and the cache's name for the key.
+#: The flights of this process, by backend, cache and the cache's name for the key.
 _flights: Final[dict[tuple[str, str, str], _Flight]] = {}
 in_child(_flights.clear)
 
@@ -210,7 +210,7 @@ _computed_for: Final[ContextVar[tuple[ref[_Flight], ...]]] = ContextVar(
 
 
 class _Calls:
-    """Carries out the steps of a flight with calls: none of them waits for an event loop."""
+    """Runs the steps of a flight with plain calls: none of them waits for an event loop."""
 
     async def ask(self, step: Callable[..., R], *arguments: Any) -> R:
         return step(*arguments)
@@ -228,16 +228,16 @@ class _Calls:
 
     @staticmethod
     def done(steps: Coroutine[Any, Any, R]) -> R:
-        """Carry them out, all in one go."""
+        """Run the steps to their end without a pause."""
         try:
             steps.send(None)
         except StopIteration as end:
             return cast("R", end.value)
-        raise AssertionError  # See above.
+        raise AssertionError  # No step waits for an event loop.
 
 
 class _Awaits:
-    """Carries them out with awaits; caches and locks are asked in threads of the lock backend."""
+    """Runs the steps with awaits; caches and locks are called in threads of the lock backend."""
 
     def __init__(self, plan: _Plan):
         self._run, self._cache = lock_backends[plan.lock.backend].threads.run, plan.cache
@@ -247,7 +247,7 @@ class _Awaits:
         context, cache = copy_context(), self._cache
 
         def asked() -> R:
-            # The keys may be made of the caller's context variables. A client is for one thread.
+            # The cache may make keys of the caller's context variables. A client is for one thread.
             context.run(caches.__setitem__, cache, caches[cache])
             return context.run(step, *arguments)
 
@@ -272,7 +272,7 @@ class _Awaits:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a value is got. It is written with awaits, which calls carry out as well."""
+    """The steps to get a value. They are written with awaits, which `_Calls` runs as calls."""
 
     lock: Lock
     timeout: float | None
@@ -296,7 +296,7 @@ class _Plan:
         ttl: Duration | None = None,
         backend: str = "default",
     ) -> _Plan:
-        """Return what these arguments of `single_flight` ask for."""
+        """Return the plan for these arguments of `single_flight`."""
         choice("on_error", on_error, ("raise", "compute", "stale"))
         choice("on_conflict", on_conflict, ("raise", "run"))
         fresh = None if timeout is None else seconds(timeout, "timeout", minimum=SHORTEST)
@@ -311,7 +311,7 @@ class _Plan:
         return cls(lock, fresh, more, cache, on_error, on_conflict, seconds(wait, "wait"))
 
     def decorate(self, function: Callable[..., Any]) -> Any:
-        """Return what is called in the place of a function."""
+        """Return the wrapper that is called in place of a function."""
         body = whole(function)
         template = KeyTemplate.for_function(self.lock.key, body)
         if inspect.iscoroutinefunction(body):
@@ -362,10 +362,10 @@ class _Plan:
         compute: Callable[[], Any],
         until: float,
     ) -> Any:
-        """Take the lock for all of this process, and compute, unless somebody has done so."""
+        """Acquire the lock for this process, and compute, unless another process has done so."""
         known, _error = await by.ask(self._failure, flight.key)
         began, made = monotonic(), None
-        # Tried once first: a store that is away would be asked again for all of the time.
+        # One attempt first: with a wait, an unavailable store would be tried for all of it.
         lock = replace(self.lock, key=self._lock_key(flight.key))
         try:
             async with AsyncExitStack() as stack:
@@ -379,7 +379,7 @@ class _Plan:
                             await self._compute(by, flight, found, compute, answer)
                         )
                     finally:
-                        # The end of a transaction around it is not waited for.
+                        # Now, and not at the end of the caller's transaction.
                         await by.ask(answer._release.quietly)
                 elif found.is_there and isinstance(answer, LockNotAcquired):
                     made = found
@@ -389,7 +389,7 @@ class _Plan:
         except LockLost:
             if made is None:
                 raise
-        # Where the lease was lost, somebody else may have computed it, too.
+        # If the lease was lost, another process may have computed the value, too.
         return made.value
 
     async def _compute(
@@ -400,7 +400,7 @@ class _Plan:
         compute: Callable[[], Any],
         lease: Lease | None = None,
     ) -> Any:
-        # Not reset: nobody waits for a flight that has landed.
+        # Not reset, because no caller waits for a flight that has landed.
         around = [each for each in _computed_for.get() if each() is not None]
         _computed_for.set((*around, ref(flight)))
         try:
@@ -418,13 +418,13 @@ class _Plan:
         if not self.stale:
             value = caches[self.cache].get(key, _NOTHING)
             return _Found(value, value is not _NOTHING)
-        # The cache's clock decides, and not those of who wrote and who reads.
+        # The cache's clock decides, and not that of the writer or the reader.
         fresh = _name("fresh", key)
         there = caches[self.cache].get_many([key, fresh])
         return _Found(there.get(key, _NOTHING), {key, fresh} <= there.keys())
 
     def _failure(self, key: str) -> tuple[str | None, Exception | str]:
-        """Return the number of the last error that a flight has met anywhere, and the error."""
+        """Return the number of the last error of a flight in any process, and the error."""
         number, error = caches[self.cache].get(_name("failed", key)) or (None, "")
         return number, error
 
@@ -432,9 +432,9 @@ class _Plan:
         return own_key(f"flight:{key}@{self.cache}")
 
     def _made_by_others(self, flight: _Flight, known: str | None) -> _Found | None:
-        """Return the value that somebody computed while the lock was waited for; None: nobody did.
+        """Return the value that another process computed during the wait; None: none did.
 
-        An error is raised that we take for an answer, unless its number was `known` before.
+        Its error is raised if `on_error` allows that, unless the number was `known` before.
         """
         found = self._look(flight.key)
         if not found.is_fresh:
@@ -450,7 +450,7 @@ class _Plan:
         return found
 
     def _keep(self, flight: _Flight, value: Any, lease: Lease | None) -> None:
-        """Keep a value, unless a later one may be there: who stood still comes too late."""
+        """Keep a value, unless the lease was lost: then a later value may be in the cache."""
         if lease is None or lease.held:
             cache, key = caches[self.cache], flight.key
             cache.set(key, value, None if self.timeout is None else self.timeout + self.stale)
@@ -459,7 +459,7 @@ class _Plan:
         flight.land(value)
 
     def _bears(self, flight: _Flight, found: _Found, error: Exception) -> bool:
-        """Pass an error on to those who wait; return whether the stale value takes its place."""
+        """Pass an error on to waiting callers; return whether the stale value replaces it."""
         passed = _portable(error, flight.key)
         flight.land(error=passed)
         text = _text(error, flight.key)
@@ -470,7 +470,7 @@ class _Plan:
                 # A cache that writes JSON keeps no errors.
                 self._keep_failure(flight.key, text)
         except Exception:
-            # Caches have no common error, and this one is not the caller's. Others compute.
+            # Caches have no common error class. The caller gets its own error; others compute.
             extra = log_fields("flight_error_lost", key=flight.key, error=error)
             logger.exception("The cache did not keep an error of %r", flight.key, extra=extra)
         if self.on_error != "stale" or not found.is_there:
@@ -483,11 +483,11 @@ class _Plan:
         kept_for = max(FAILED_FOR, self.wait)
         caches[self.cache].set(_name("failed", key), (uuid4().hex, told), kept_for)
 
-    # As one of the others
+    # In a caller that waits
 
     def _join(self, first: _Flight) -> None:
         if any(each() is first for each in _computed_for.get()):
-            # A signal may have ended that computation: the next caller begins anew.
+            # A signal may have ended that computation: the next caller begins a flight.
             first.leave()
             raise LockUsageError(
                 f"The function that computes {first.key!r} requests the same key, and would wait"
@@ -498,7 +498,7 @@ class _Plan:
         first.is_awaited = True
 
     def _answer(self, first: _Flight) -> _Found | None:
-        """Return what a flight has brought; None: nothing, or an error that we do not mind."""
+        """Return the result of a flight; None: none, or an error that `on_error` ignores."""
         packed = first.results[0]
         if packed is None:
             return None
@@ -510,7 +510,7 @@ class _Plan:
         raise error
 
     def _late(self, first: _Flight) -> LockNotAcquired:
-        # One that was broken out of is followed by nobody else.
+        # The flight may have been interrupted: no other caller should join it.
         first.leave()
         return LockNotAcquired(
             f"{first.key!r} has been computed in this process for more than {self.wait:g} s.",
@@ -518,7 +518,7 @@ class _Plan:
         )
 
     def _go_without(self, key: str, refusal: Refusal, waited: float) -> None:
-        """Say that a value is computed without the lock; or raise why not."""
+        """Report that a value is computed without the lock; or raise the refusal."""
         if isinstance(refusal, BackendUnavailable):
             extra = log_fields("flight_without_lock", backend=self.lock.backend, error=refusal)
             logger.warning("%r is computed without its lock: %s", key, refusal, extra=extra)
@@ -527,28 +527,28 @@ class _Plan:
         tell_bypassed(self.lock.backend, self._lock_key(key), waited, refusal)
 
 
-# Python names it in the error about an argument that is missing or unknown.
+# Python's error about a missing or unknown argument contains this name.
 vars(_Plan)["of"].__func__.__qualname__ = "single_flight"
 
 
 def _name(what: str, key: str) -> str:
-    """Return the name of an entry beside a value, which every cache takes."""
+    """Return the name of an entry about a value, which every cache accepts as a key."""
     return f"distlock:{what}:{key_hash(key)}"
 
 
 def _packed(value: Any, error: Exception | None) -> bytes | None:
-    """Return a result as others can get it; None: they cannot, and see for themselves."""
+    """Return a result, pickled for other callers; None: it cannot be pickled."""
     try:
         return pickle.dumps((value, error))
-    except Exception:  # noqa: BLE001 - whatever a value of the project raises
+    except Exception:  # noqa: BLE001 - a value of the project may raise anything
         return None
 
 
 def _portable(error: Exception, key: str) -> Exception:
-    """Return an error as others can get it: itself, or one that tells of it."""
+    """Return an error that can be pickled: the error itself, or one that describes it."""
     try:
         copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - packed here
-    except Exception:  # noqa: BLE001 - whatever code of the project raises
+    except Exception:  # noqa: BLE001 - code of the project may raise anything
         copy = None
     if type(copy) is type(error):
         return error

@@ -15,7 +15,7 @@ from .core.extras import remedy
 from .core.threads import in_child
 from .exceptions import InvalidLockBackend
 
-#: An alias that every project has, for what prefers other backends and can do without.
+#: An alias that every project has, for callers that prefer other backends but can do without.
 FALLBACK: Final = "in memory"
 MEMORY: Final = "django_distlock.backends.memory.MemoryBackend"
 
@@ -23,13 +23,13 @@ MEMORY: Final = "django_distlock.backends.memory.MemoryBackend"
 class LockBackendHandler:
     """Lock backends by alias, as `DISTLOCK` configures them: `lock_backends["default"]`.
 
-    There is one backend object per process and alias, shared by all threads: it owns the
-    connections that must be bounded for the process as a whole.
+    There is one backend object per process and alias, shared by all threads, because the number of
+    its connections is limited for the process as a whole.
     """
 
     def __init__(self) -> None:
         self._backends: dict[str, BaseLockBackend] = {}
-        # Reentrant, because what makes a backend may be interrupted by, or be made of, another.
+        # Reentrant, because the creation of a backend may be interrupted by, or need, another.
         self._mutex = threading.RLock()
 
     def __getitem__(self, alias: str) -> BaseLockBackend:
@@ -54,7 +54,7 @@ class LockBackendHandler:
         return [self[alias] for alias in self]
 
     def reset(self) -> None:
-        """Forget the backends: settings have changed. Leases that are held keep theirs."""
+        """Forget the backends, after a change of settings. Held leases keep their backends."""
         with self._mutex:
             forgotten = [*self._backends.values()]
             self._backends.clear()
@@ -62,7 +62,7 @@ class LockBackendHandler:
             backend._keep_no_connections()
 
     def _begin_in_child(self) -> None:
-        # A thread of the parent may have been making a backend, and is not here to go on.
+        # A thread of the parent may have held the mutex, and does not exist in the child.
         self._mutex = threading.RLock()
 
     def _make(self, alias: str) -> BaseLockBackend:
@@ -82,14 +82,14 @@ class LockBackendHandler:
         try:
             return backend_class(config, **config.options)
         except TypeError as error:
-            # One that is missing, or of another type than a backend of the project's takes.
+            # An option is missing, or has a type that a backend of the project does not accept.
             raise InvalidLockBackend(
                 f"{where}: {backend_class.__name__} cannot be made with these OPTIONS: {error}"
             ) from error
 
 
 class _DefaultBackend:
-    """Stands for `lock_backends["default"]`, whatever that is when it is used."""
+    """A proxy of `lock_backends["default"]`, looked up at each use."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(lock_backends["default"], name)

@@ -1,26 +1,26 @@
-"""What happens to locks, as Django signals.
+"""Django signals that report what happens to locks.
 
-The sender is the backend's class. Each carries `alias`, `key`, `fence` (None where none was
-granted) and `holder` (None where unknown). They are sent with `send_robust()`: a receiver that
-raises is logged and changes nothing. What the handler of a signal (a time limit) raises amid one
-reaches the caller. A token is never sent.
+The sender is the backend's class. Each signal carries `alias`, `key`, `fence` (None: none was
+granted) and `holder` (None: unknown). Signals are sent with `send_robust()`: a receiver that raises
+is logged and changes nothing. During a receiver, the handler of an operating system's signal (a
+time limit) may raise: that error reaches the caller. A token is never sent.
 
 =====================  ============================================================================
 signal                 also carries
 =====================  ============================================================================
 `lock_acquired`        `waited` (seconds)
-`lock_not_acquired`    `waited`, `wait` (what it would have waited at most; None: for ever), `cause`
-                       (`LockNotAcquired`, or what was raised); `holder` is the one that has the key
+`lock_not_acquired`    `waited`, `wait` (the longest wait that was allowed; None: for ever), `cause`
+                       (`LockNotAcquired`, or another error); `holder` is the holder of the key
 `lock_bypassed`        `waited`, `cause` (the error that says why it was not granted)
 `work_skipped`         `cause` (the error that says why it did not run: a conflict, or the store)
-`work_requeued`        `cause` (the same; it went back to its queue, to be tried again later)
-`lock_extended`        `ttl` (seconds), `slack` (seconds that were left when the answer came; None:
+`work_requeued`        `cause` (the same; the work went back to its queue, for a later retry)
+`lock_extended`        `ttl` (seconds), `slack` (seconds left when the answer came; None:
                        no expiry), `cause` (None, or the error that left the outcome unknown)
 `lock_released`        `held_for`, `waited` (seconds of the call that acquired it), `released`
                        (whether the store freed the key), `cause`
 `lock_lost`            `held_for`, `cause` (a sentence)
 `lock_taken_over`      `previous` (holder), `cause`
-`lock_forced`          `actor`, `reason`; `fence` and `holder` are those that it was taken from
+`lock_forced`          `actor`, `reason`; `fence` and `holder` are those of the lease that was ended
 `lock_operated`        `operation` ("expire_soon", "request_stop", "pause", "resume", "cleanup"; for
                        the last one `key` is ""), `actor`, `reason`, `details`
 `fence_rejected`       `current` (the row's fence), `model`, `pk`
@@ -72,8 +72,8 @@ def tell(signal: Signal, sender: type, **facts: Any) -> None:
         told = signal.send_robust(sender, **facts)
     except RuntimeError as error:
         pass_on(error)
-        # Not a receiver's error, which is logged by Django: an asynchronous receiver, told from the
-        # thread of an event loop, cannot be awaited.
+        # Not a receiver's error, which Django logs: an asynchronous receiver cannot be awaited in
+        # the thread of an event loop.
         extra = log_fields("telling_failed", backend=facts.get("alias"), key=facts.get("key"))
         logger.exception("A signal could not be sent", extra=extra)
         return
