@@ -1,8 +1,8 @@
 """Requests that clients send again: the first one runs, and the others get its response.
 
-A row of the database stands for a request. It is made before the view runs, in the transaction that
-the view writes in, and gets the response at its end: both are committed, or neither is. While that
-transaction is open nobody else can make the row, so no lease is needed.
+Each request has a row in the database. The row is made before the view runs, in the transaction
+that the view writes in, and gets the response at its end: both are committed, or neither is. While
+that transaction is open, no other request can make the row, so no lease is needed.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from .core.keys import IllegalKey, KeyTemplate
 from .database import vendors
 
 View = Callable[..., Any]
-#: One that stays what it is for a type checker.
+#: Keeps a view's own type for type checkers.
 V = TypeVar("V", bound=View)
 
 HEADER: Final = "Idempotency-Key"
-#: What a response says that was kept.
+#: The header of a response that was stored.
 REPLAYED: Final = "Idempotency-Replayed"
-#: Seconds until a client may ask again whose request runs.
+#: Seconds until a client may send a request again while the first one runs.
 ASK_AGAIN: Final = 1
-#: Seconds to wait for the transaction of another request, which has made the row.
+#: Seconds to wait for the transaction of another request that has made the row.
 BOUND: Final = 0.25
 #: Seconds for which responses are kept at most.
 LONGEST: Final = 366 * 86_400.0
-#: Bytes of a body that are kept, where nobody says otherwise.
+#: The default number of bytes of the longest body that is kept.
 MAX_BODY: Final = 262_144
 #: Methods that change nothing, and may be repeated as they are.
 SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
-#: Answers that say no more than "not now", or "not you", and are asked for again.
+#: Statuses that only say "not now" or "not you": clients send such requests again.
 NOT_KEPT: Final = frozenset({401, 403, 408, 409, 423, 425, 429})
 #: Headers about the body and what was made. No cookie, and nothing about one connection.
 KEPT_HEADERS: Final = (
@@ -66,33 +66,33 @@ def idempotent(
 ) -> Callable[[V], V]:
     """Run a request with an `Idempotency-Key` once, and answer the same one with its response.
 
-    For views, and for methods of class-based views and of Django REST framework's, where it is the
-    decorator next to the function. While the first request runs, others are answered with 409 and
+    A decorator of views, and of methods of Django's and Django REST framework's classes, where it
+    must be next to the function. While the first request runs, others are answered with 409 and
     `Retry-After`; after it, with the stored status, headers (`KEPT_HEADERS`), body, and
-    `Idempotency-Replayed: true`. Another request with the same key is answered with 422: another
-    path or query, method, type of content, or body.
+    `Idempotency-Replayed: true`. A different request with the same key is answered with 422: one
+    with another path, query, method, type of content or body.
 
-    The view runs in a transaction of the database in which the router writes `StoredResponse`. A
-    view that raises leaves nothing there, and may be asked again with the same key. So may one
-    that answers with a status above 499 or of `NOT_KEPT`, or calls `set_rollback(True)`: what it
-    has written is rolled back.
+    The view runs in a transaction on the database to which the router sends `StoredResponse`. That
+    is rolled back if the view raises, answers with a status above 499 or in `NOT_KEPT`, or calls
+    `set_rollback(True)`. Then the request may be sent again with the same key.
 
-    A client's key is its own: it counts for one host, view and user. GET, HEAD, OPTIONS and TRACE
-    are run as if there were no key.
+    A key counts for one host, view and user only. GET, HEAD, OPTIONS and TRACE run as if there were
+    no key.
 
     Args:
-        key: Whose key it is, beside the user who is logged in: a template of the view's parameters,
-            such as `"{request.session.session_key}"`, or what returns a text, called as the view
-            is. Where nobody is logged in, and it is left out, empty or None, the answer is 400.
+        key: The owner of the key, in addition to the user who is logged in: a template of the
+            view's parameters, such as `"{request.session.session_key}"`, or a function that returns
+            a text, called as the view is. If it is left out, empty or None, and nobody is logged
+            in, the answer is 400.
         keep: Seconds (or a `timedelta`) for which a response is kept, from 1 to 366 days.
         max_body: Bytes of the longest body that is kept.
-        required: Whether a request without a key is answered with 400, and not run as ever.
+        required: Whether a request without a key is answered with 400, and does not run.
 
     Raises:
         InvalidArgument: An argument breaks a rule, or the template names no parameter of the view.
         LockUsageError: The view is asynchronous: Django has no transactions for those. Or a call
             has no request, or one that was read as a stream before; or the response is streaming,
-            or longer than `max_body`: then what was written is rolled back.
+            or longer than `max_body`, and then what was written is rolled back.
     """
     refuse_function(key, "idempotent", "")
     if not (key is None or callable(key) or (isinstance(key, str) and key)):
@@ -139,7 +139,7 @@ def idempotent(
 
 
 def _request_of(view: View, *args: Any, **kwargs: Any) -> Any:
-    # A method has its object first.
+    # The first argument of a method is its object.
     found = (each for each in (*args[:2], kwargs.get("request")) if hasattr(each, "META"))
     if (request := next(found, None)) is None:
         raise LockUsageError(
@@ -153,14 +153,14 @@ def _request_of(view: View, *args: Any, **kwargs: Any) -> Any:
 def _once(
     name: str, request: Any, call: Callable[[], Any], kept_for: timedelta, max_body: int
 ) -> HttpResponseBase:
-    """Call a view, or give the response that a request of this name has got."""
-    # Views are imported before the apps are loaded.
+    """Call a view, or return the response that was stored for this name."""
+    # Not imported, because views may be imported before the apps are loaded.
     model = apps.get_model("django_distlock", "StoredResponse")
     using = router.db_for_write(model)
     rows, content = model.objects.using(using), _digest(*_content(request))
     now = datetime.now(UTC)
-    # Outside of our transaction, which has to begin with a write: on SQLite, one that has read is
-    # refused at once where another writes, whatever the connection's time-out.
+    # Outside our transaction, which has to begin with a write: on SQLite, one that has read is
+    # refused immediately if another writes, whatever the connection's time-out.
     row = rows.filter(pk=name).first()
     if row is None or row.until <= now:
         with transaction.atomic(using=using):
@@ -179,15 +179,15 @@ def _once(
                 transaction.set_rollback(True, using)
             else:
                 response: HttpResponse = _finished(call(), request)
-                # What is no response becomes Django's error, after us.
+                # Django itself raises an error if this is no response.
                 status = getattr(response, "status_code", 500)
                 if status >= 500 or status in NOT_KEPT or transaction.get_rollback(using):
                     transaction.set_rollback(True, using)
                 else:
                     _keep(made, response, max_body)
                 return response
-        # Committed since we looked, or still open. Where a snapshot does not show it, or the
-        # transaction around ours can do no more, it will be there next time.
+        # The row was committed since we looked, or is not yet. If a snapshot does not show it, or
+        # the transaction around ours can do no more, the next request will find it.
         row = None if is_over else rows.filter(pk=name, until__gt=now).first()
     if row is None:
         said = gettext("The first request with this Idempotency-Key is not answered yet.")
@@ -219,7 +219,7 @@ def _keep(row: Any, response: Any, max_body: int) -> None:
 
 
 def _finished(response: Any, request: Any) -> Any:
-    """Return a response with its content, which some make after their view."""
+    """Return a response with its content, which some responses render after their view."""
     if getattr(response, "is_rendered", True):
         return response
     renderer = getattr(request, "accepted_renderer", None)
@@ -231,11 +231,11 @@ def _finished(response: Any, request: Any) -> Any:
     return response.render()
 
 
-# Whose key, and which request
+# The owner of a key, and the content of a request
 
 
 def _clients(template: str, view: View) -> Callable[..., str | None]:
-    """Return what fills a template, or gives None where one of its fields is nobody."""
+    """Return a function that fills a template, or returns None if one of its fields is empty."""
     made = KeyTemplate.for_function(template, view)
 
     def client(*args: Any, **kwargs: Any) -> str | None:
@@ -248,13 +248,13 @@ def _clients(template: str, view: View) -> Callable[..., str | None]:
                 return None
             return made.render(args, kwargs)
         except (IllegalKey, LookupError):
-            return None  # Made of what a client has sent, or has not.
+            return None  # The fields contain what a client has sent, or are missing.
 
     return client
 
 
 def _owner(request: Any, client: object) -> tuple[str, str] | None:
-    """Return whose a key is: no user ever gets what another one was answered."""
+    """Return the owner of a key, so that no user ever gets the response to another one."""
     if not isinstance(client, str | None):
         raise InvalidArgument(
             f"The key of idempotent() must be a str or None, not {shown(client)}."
@@ -263,16 +263,16 @@ def _owner(request: Any, client: object) -> tuple[str, str] | None:
     number = user.pk if getattr(user, "is_authenticated", False) else None
     if number is None:
         return ("", client) if client else None
-    # What is lazy says the class of the user.
+    # Not type(): a lazy user has the class of the real one as `__class__`.
     return f"{user.__class__.__module__}.{user.__class__.__qualname__} {number}", client or ""
 
 
 def _content(request: Any) -> Iterator[bytes | str]:
-    """Yield what makes a request another one."""
+    """Yield the parts in which requests differ."""
     kind = request.META.get("CONTENT_TYPE", "").partition(";")[0].strip().lower()
     yield from (str(request.method), request.get_full_path(), kind)
     is_form = kind == "multipart/form-data"
-    # Django parses those of POST alone, Django REST framework all.
+    # Django parses the forms of POST only, Django REST framework those of all methods.
     if is_form and (request.method == "POST" or request.POST or request.FILES):
         # Each attempt has another boundary between the parts.
         for name, values in sorted(request.POST.lists()):
@@ -295,7 +295,7 @@ def _content(request: Any) -> Iterator[bytes | str]:
                 " body. Read request.body instead.",
                 code="unsupported",
             ) from None
-        # Django REST framework has read it: to see who may ask, say. Fields of a form have lists.
+        # Django REST framework has read it, such as for permissions. Fields of a form have lists.
         data = request.data
         data = dict(data.lists()) if hasattr(data, "lists") else data
         yield json.dumps(data, sort_keys=True, default=str)

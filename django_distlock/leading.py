@@ -1,4 +1,4 @@
-"""One leader among many: who campaigns waits for a key, and leads for as long as it holds that."""
+"""One leader among many: a candidate waits for a key, and leads while it holds the key."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .locks.lock import Lock, distlock
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds that a candidate waits in one go: then it looks whether another thread has stopped it.
+#: Seconds of one attempt, after which a candidate checks whether another thread has stopped it.
 PATIENCE: Final = 5.0
 #: Seconds until a candidate campaigns again after a term, or an error of the store.
 AGAIN: Final = 1.0
-#: Seconds between two looks whether an operator has asked the leader to finish.
+#: Seconds between two checks of whether an operator has requested a stop.
 LOOK: Final = 1.0
 
 
@@ -49,10 +49,10 @@ def leader(
     steal_if_dead: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> Leader:
-    """Describe an election, of which this process is a candidate.
+    """Describe an election in which this process is a candidate.
 
     Args:
-        name: What is led; a part of a key.
+        name: The name of the election; a part of its key.
         ttl: Seconds (or a `timedelta`) of the leader's lease; None: the `TTL` of the backend. A
             leader that is dead, or stands still, is replaced a second after that at the latest.
         backend: An alias in `DISTLOCK`.
@@ -69,9 +69,9 @@ def leader(
 
 
 def leader_of(name: str, *, backend: str = "default") -> Holder | None:
-    """Return who leads by the same name; None: nobody. It only reads.
+    """Return the leader of an election; None: nobody leads. The store is only read.
 
-    A leader that died is named until another one may lead: for its ttl, and a second.
+    A dead leader is returned until another one may lead: for its ttl and a second.
 
     Raises:
         BackendUnavailable: The store is unavailable.
@@ -85,13 +85,13 @@ def _key(name: str) -> str:
 
 
 class Leadership:
-    """The right to lead, as far as this process has it. Used by one thread.
+    """The leadership of this process, while it has it. Used by one thread.
 
     Args:
-        lock: Whose holder leads.
-        who: What leads, as the log calls it.
-        does: What a leader does, in a word of the log.
-        word: What the events in the log begin with.
+        lock: The lock whose holder leads.
+        who: The name of this process's candidate in the log.
+        does: The verb for a leader's work in the log.
+        word: The first word of events in the log.
     """
 
     def __init__(self, lock: Lock, who: str, *, does: str = "does", word: str = "leader"):
@@ -102,14 +102,14 @@ class Leadership:
 
     @property
     def held(self) -> bool:
-        """Whether this process leads: a look at the lease, which asks nobody."""
+        """Whether this process leads, as its lease says, without a call to the store."""
         return self._lease is not None and self._lease.held
 
     def gain(self, patience: float, block: ExitStack) -> Lease | None:
-        """Lead from here on, unless somebody else does for all of `patience` seconds.
+        """Lead from here on, unless another process leads for all of `patience` seconds.
 
         Args:
-            block: What holds the key: whoever may be interrupted has one for each attempt.
+            block: The block that holds the key. If attempts may be interrupted, each needs its own.
         """
         self.give_up(block)
         try:
@@ -125,10 +125,10 @@ class Leadership:
         return self._lease
 
     def give_up(self, block: ExitStack) -> None:
-        """Let the next one lead at once, if this process does; see `gain`."""
+        """Let the next process lead immediately, if this one leads; for `block`, see `gain`."""
         was_lost = self._lease is not None and self._lease.is_lost
         self._lease = None
-        # A lease that was lost says so here too; who lost it has heard.
+        # A lost lease raises here, too, although the leader knows of the loss.
         with suppress(LockError):
             block.close()
         if was_lost:
@@ -137,15 +137,15 @@ class Leadership:
             )
 
     def succeeded(self) -> None:
-        """Say that this process leads, unless it went on doing so."""
+        """Log that this process leads, unless that was logged last."""
         self._say("leads", logging.INFO, "%s leads", self._who)
 
     def trouble(self, error: LockError) -> None:
-        """Say once that the store does not answer."""
+        """Log once that the store is unavailable."""
         self._say("trouble", logging.ERROR, "%s %s nothing: %s", self._who, self._does, error)
 
     def _say(self, state: str, level: int, message: str, *arguments: object) -> None:
-        """Say what has become of it, unless that was the last thing to be said."""
+        """Log a new state, unless it was logged last."""
         if state != self._state:
             self._state = state
             extra = log_fields(
@@ -155,20 +155,20 @@ class Leadership:
 
 
 class _Stopped(BaseException):
-    """Ends a campaign at once: raised by the handler of a signal."""
+    """Ends a campaign immediately: raised by the handler of a signal."""
 
 
 class Term:
     """The time for which a leader leads. It is true while it lasts.
 
-    It is over when the lease is lost, an operator requests a stop, or the leader is stopped, by
-    `stop()` or by SIGTERM. Then whoever leads comes to an end of its work.
+    It ends when the lease is lost, an operator requests a stop, or the leader is stopped, by
+    `stop()` or by SIGTERM. Then the leader must finish its work.
     """
 
     def __init__(self, lease: Lease, leader: Leader):
         self._lease = lease
         self._leader = leader
-        #: Whether who leads has been told of the end.
+        #: Whether the leader has been told of the end.
         self._is_told = False
 
     def __bool__(self) -> bool:
@@ -179,7 +179,7 @@ class Term:
 
     @property
     def fence(self) -> int:
-        """The number of the term: later ones have higher ones. Write it beside what you do."""
+        """The number of the term, higher than those of earlier terms. Store it with your writes."""
         return self._lease.fence
 
     @property
@@ -188,7 +188,7 @@ class Term:
         return self._lease
 
     def check(self) -> None:
-        """Raise where somebody else may lead: call it before a step that must not be done twice.
+        """Raise if another process may lead: call it before a step that must not be done twice.
 
         Raises:
             LockLost: The lease ended first.
@@ -197,7 +197,7 @@ class Term:
         self._lease.check()
 
     def _is_confirmed(self) -> bool:
-        """Whether the store says so, too: what this process knows is as old as a heartbeat."""
+        """Whether the store confirms the lease: the last heartbeat may be outdated."""
         try:
             self._lease.extend()
         except (BackendUnavailable, LockLost):
@@ -212,7 +212,7 @@ class Term:
         """
         until, bell = monotonic() + seconds(duration, "wait"), self._leader._bell
         while True:
-            # What rings from here on is heard below.
+            # A ring from here on ends the wait below.
             bell.clear()
             if not self:
                 return False
@@ -228,17 +228,17 @@ def _leave(entered: Entered, leader: Leader, *end: object) -> None:
     term, block = left
     was_lost = term.lease.is_lost
     block.close()
-    # Who was not told has worked beside another leader.
+    # A leader that was not told may have worked at the same time as another one.
     if was_lost and end[0] is None and not term._is_told:
         term.check()
 
 
 class Leader:
-    """A candidate, made by `leader()`. Used by one thread, but for `stop()`.
+    """A candidate, made by `leader()`. Used by one thread, except for `stop()`.
 
-    As a context manager it campaigns until it leads, gives the `Term`, and steps down after the
-    block. In the main thread SIGTERM stops it, where nobody ignores that: the term is over, what
-    handled the signal before is called too, and a second SIGTERM does what it did before.
+    As a context manager, it campaigns until it leads, returns the `Term`, and steps down after the
+    block. In the main thread, SIGTERM stops it, unless SIGTERM is ignored: the term ends, the
+    earlier handler is called, too, and a second SIGTERM has the earlier effect.
     """
 
     def __init__(self, name: str, lock: Lock):
@@ -251,7 +251,7 @@ class Leader:
     def stop(self) -> None:
         """Step down, or campaign no more, for good. For any thread, and for handlers of signals.
 
-        A leader is told at once; a candidate looks within 5 seconds.
+        A leader is told immediately; a candidate checks within 5 seconds.
         """
         self._is_stopped = True
         self._bell.ring()
@@ -259,21 +259,21 @@ class Leader:
     def run(self, work: Callable[[Term], object]) -> None:
         """Call `work(term)` in each term that this process is elected for, until it is stopped.
 
-        It also ends when `work` returns while its term lasts. After a term that is over, whether
-        `work` returns or raises `LockLost` or `FenceRejected`, it campaigns again.
+        It also ends if `work` returns while its term lasts. If the term has ended, and `work`
+        returns or raises `LockLost` or `FenceRejected`, the process campaigns again.
 
         Raises:
-            Exception: What else `work` raises; somebody else may lead at once.
-            LockUsageError: It runs already.
+            Exception: Any other error of `work`; another process may lead immediately.
+            LockUsageError: The candidate is already in use.
         """
         with self._listening():
             while self._leads_once(work):
-                # Others shall lead where an operator wants it.
+                # The pause lets others lead, as an operator may have requested.
                 self._pause()
 
     def _leads_once(self, work: Callable[[Term], object]) -> bool:
         """Call `work` in the next term; return whether to campaign again."""
-        # Kept by this call alone: where a signal breaks out of it, the key is given back.
+        # Kept by this call alone, so that a signal that interrupts it releases the key.
         block = ExitStack()
         try:
             term = self._elected(block)
@@ -283,7 +283,7 @@ class Leader:
                 work(term)
                 return not term
             except (LockLost, FenceRejected):
-                # Of something else, where we still lead.
+                # The error is about another lease, if this process still leads.
                 if term._is_confirmed():
                     raise
                 return True
@@ -300,7 +300,7 @@ class Leader:
             if term is None:
                 stack.close()
                 if stopped:
-                    # Nothing is held: the signal does what it would have done.
+                    # Nothing is held, so the signal has its usual effect.
                     signal.raise_signal(signal.SIGTERM)
                 raise LockNotAcquired(
                     f"{self._lock.key!r}: the candidate was stopped before it became the leader.",
@@ -324,7 +324,7 @@ class Leader:
                     self._campaigns = False
                     lease.on_lost(lambda _lease: self._bell.ring())
                     return Term(lease, self)
-                # Some answers come at once: errors, and where `RETRY` allows few attempts.
+                # Some attempts end immediately: those with errors, or if `RETRY` allows few.
                 if monotonic() - since < AGAIN:
                     self._pause()
         except _Stopped:
@@ -334,15 +334,15 @@ class Leader:
         return None
 
     def _pause(self) -> None:
-        """Wait a while, unless it is stopped."""
-        # The loss of a term has rung it.
+        """Wait a while, unless the candidate is stopped."""
+        # The loss of a term has rung the bell.
         self._bell.clear()
         if not self._is_stopped:
             self._bell.wait(AGAIN)
 
     @contextmanager
     def _listening(self) -> Iterator[list[int]]:
-        """Let SIGTERM stop this one, in the main thread; give those that nobody else handled."""
+        """Let SIGTERM stop this one, in the main thread; yield the signals without a handler."""
         if self._is_used:
             raise LockUsageError(
                 f"The candidate for {self._lock.key!r} is already in use. Call leader() for each"
@@ -357,7 +357,7 @@ class Leader:
 
         def told(signum: int, frame: FrameType | None) -> None:
             if _own_handler(told) is not told:
-                # A forked child is no leader, nor is who has left: SIGTERM has an earlier handler.
+                # A forked child is no leader, nor is one that has left: use the earlier handler.
                 signal.signal(signal.SIGTERM, _own_handler(told))
                 signal.raise_signal(signum)
                 return
@@ -374,20 +374,20 @@ class Leader:
         vars(told).update(distlock_pid=os.getpid(), distlock_before=before)
         try:
             self._is_used = True
-            # None is a handler that is not Python's.
+            # None means a handler that Python did not install.
             if before not in (None, signal.SIG_IGN):
                 signal.signal(signal.SIGTERM, told)
             yield unhandled
         finally:
             self._is_used = False
-            # Who was entered later, and leaves later, comes back to what was before this one.
+            # A leader that entered and leaves later then restores the handler before this one.
             vars(told).update(distlock_pid=None)
             if before is not None and signal.getsignal(signal.SIGTERM) is told:
                 signal.signal(signal.SIGTERM, _own_handler(before))
 
 
 def _own_handler(handler: Any) -> Any:
-    """Return this process's own handler: leaders in its parents, or that left, are passed over."""
+    """Return this process's own handler, not that of a leader in a parent, or that has left."""
     while getattr(handler, "distlock_pid", os.getpid()) != os.getpid():
         handler = handler.distlock_before
     return handler

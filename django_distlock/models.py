@@ -1,4 +1,4 @@
-"""The tables: locks, fence counters that are never deleted, what is seen, noted and kept."""
+"""The tables: locks, fence counters, which are never deleted, waiters, notes and events."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ MAX_STORAGE_KEY = 640
 
 
 class HeldLock(models.Model):
-    """A lock that is held, or was when it expired. Release deletes the row.
+    """A lock that is held, or that has expired without a release. A release deletes the row.
 
-    Written by `HeldLockManager` and the server functions alone.
+    Only `HeldLockManager` and the server functions write it.
     """
 
-    #: Of a lease that shares its key, `place_name`.
+    #: For a lease that shares its key, its `place_name`.
     storage_key = KeyField(
         _("storage key"), primary_key=True, max_length=MAX_STORAGE_KEY + PLACE_BYTES
     )
     key = KeyField(_("key"), max_length=512)
     token = KeyField(_("token"), unique=True, max_length=22)
     fence = models.PositiveBigIntegerField(_("fence"))
-    #: Seconds that the last grant or extend gave; null: no expiry.
+    #: Seconds that the last grant or extension gave; null: no expiry.
     ttl = models.FloatField(_("ttl"), null=True)
     acquired_at = InstantField(_("acquired at"))
     renewed_at = InstantField(_("renewed at"))
     expires_at = InstantField(_("expires at"), null=True)
-    #: From when on somebody else may have the key: the grace later.
+    #: When others may acquire the key: the grace later.
     free_at = InstantField(_("free at"), null=True)
-    #: A waiter of this grant sleeps.
+    #: Whether a waiter sleeps until this grant ends.
     wanted = models.BooleanField(_("wanted"), default=False)
     holder = models.JSONField(_("holder"), default=dict)
     holder_host = KeyField(_("host"), max_length=255)
     task_id = KeyField(_("task id"), max_length=255, null=True, db_index=True)
     stop_requested_at = InstantField(_("stop requested at"), null=True)
-    #: Null: nobody has shortened the lease.
+    #: Until when the lease can be renewed; null: nobody has shortened it.
     renewed_until = InstantField(_("renewed until"), null=True)
 
     objects: ClassVar[HeldLockManager] = HeldLockManager()
@@ -57,7 +57,7 @@ class HeldLock(models.Model):
     class Meta:
         db_table = conf.table("locks")
         default_permissions = ("view",)
-        # `inspection.Operation` names the operations that they are for.
+        # `inspection.Operation` has the operations that require these permissions.
         permissions = (
             ("force_release_heldlock", "Can force-release a lock"),
             ("expire_soon_heldlock", "Can shorten a lease"),
@@ -94,9 +94,9 @@ class HeldLock(models.Model):
 
 
 class FenceCounter(models.Model):
-    """The last fence of a key. Never deleted, never lowered: the next grant counts on.
+    """The last fence of a key. It is never deleted or lowered, because the next grant counts on.
 
-    On PostgreSQL a trigger refuses both as well.
+    On PostgreSQL, a trigger also refuses both.
     """
 
     storage_key = KeyField(_("storage key"), primary_key=True, max_length=MAX_STORAGE_KEY)
@@ -104,14 +104,14 @@ class FenceCounter(models.Model):
     fence = models.PositiveBigIntegerField(_("fence"))
     paused_until = InstantField(_("paused until"), null=True)
     paused_by = KeyField(_("paused by"), max_length=200, null=True)
-    #: Until when nobody joins those who share the key; null: nobody does.
+    #: Until when nobody may join the sharers of the key; null: it is not shared.
     closed_until = InstantField(_("closed until"), null=True)
 
     objects: ClassVar[FenceCounterManager] = FenceCounterManager()
 
     class Meta:
         db_table = conf.table("fences")
-        # Also what Django itself goes through must not delete.
+        # Django's own deletions use this manager, and must be refused, too.
         base_manager_name = "objects"
         default_permissions = ("view",)
         permissions = (
@@ -123,7 +123,7 @@ class FenceCounter(models.Model):
         constraints = (
             models.CheckConstraint(
                 condition=models.Q(fence__lte=FENCE_MAX),
-                # The name is unique in a schema on some databases: the table's keeps it apart.
+                # With the table's name, because some databases require unique names in a schema.
                 name=f"{conf.table('fences')}_max",
             ),
         )
@@ -141,17 +141,17 @@ class FenceCounter(models.Model):
 
 
 class Waiter(models.Model):
-    """Somebody who waits for a key, for people to see: no decision rests on it.
+    """A waiter for a key, for people to see: no decision depends on the row.
 
-    Written by `WaiterManager`, once the wait takes long enough to be of interest.
+    `WaiterManager` writes it, once the wait takes long enough to be of interest.
     """
 
     storage_key = KeyField(_("storage key"), max_length=MAX_STORAGE_KEY, db_index=True)
     holder = models.JSONField(_("holder"), default=dict)
     since = InstantField(_("since"))
-    #: When the note ends by itself, if its waiter died.
+    #: When the row expires if its waiter has died.
     until = InstantField(_("until"))
-    #: Where wake-ups are heard; "": nowhere, it polls.
+    #: The channel on which the waiter hears wake-ups; "": none, it polls.
     channel = KeyField(_("channel"), max_length=63, blank=True)
 
     objects: ClassVar[WaiterManager] = WaiterManager()
@@ -167,15 +167,15 @@ class Waiter(models.Model):
 
     def as_waiting(self) -> Waiting:
         """Return the row as the value that backends answer with."""
-        # Some databases have no "" that is not null.
+        # Some databases store "" as null.
         woken = bool(self.channel)
         return Waiting(known_holder(self.holder), self.since, self.until, woken)
 
 
 class RunNote(models.Model):
-    """That something is done: a run of a task, which is not to run again.
+    """A note that something was done, such as a run of a task that must not run again.
 
-    Written by the backends alone, which remove it when its time is over.
+    Only the backends write it, and remove it after `until`.
     """
 
     storage_key = KeyField(_("storage key"), primary_key=True, max_length=MAX_STORAGE_KEY)
@@ -193,9 +193,9 @@ class RunNote(models.Model):
 
 
 class FailedTask(models.Model):
-    """A task that failed because the store of its locks was away, to be sent again.
+    """A task that failed because its lock store was unavailable, to be sent again.
 
-    Written by `contrib.celery.failed` alone.
+    Only `contrib.celery.failed` writes it.
     """
 
     task_id = KeyField(_("task id"), primary_key=True, max_length=255)
@@ -220,16 +220,16 @@ class FailedTask(models.Model):
 
 
 class StoredResponse(models.Model):
-    """What a request was answered, for who sends it again.
+    """The response to a request, for a client that sends the request again.
 
-    Written by `idempotency` alone.
+    Only `idempotency` writes it.
     """
 
-    #: A hash of the view, of whose key it is, and of the key.
+    #: A hash of the host, the view, the key's owner and the key.
     name = KeyField(_("name"), primary_key=True, max_length=64)
-    #: A hash of what was asked for.
+    #: A hash of the request's content.
     request = KeyField(_("request"), max_length=64)
-    #: 0 until the view has answered, which nobody else sees.
+    #: 0 until the view has answered, which no other transaction sees.
     status = models.PositiveSmallIntegerField(_("status"))
     headers = models.JSONField(_("headers"), default=dict)
     body = models.BinaryField(_("body"), default=b"")
@@ -247,7 +247,7 @@ class StoredResponse(models.Model):
 
 
 class LockEvent(models.Model):
-    """What an operator needs to know afterwards; of releases the part that `DISTLOCK_HISTORY` says.
+    """An event that operators may need later; of releases, the part that `DISTLOCK_HISTORY` sets.
 
     The details of a release are `held_for` and `waited`, in seconds.
     """
@@ -280,7 +280,7 @@ class LockEvent(models.Model):
         db_table = conf.table("events")
         default_permissions = ("view",)
         indexes = (
-            # Releases may be many: they are passed over, and found, without being read.
+            # There may be many releases: queries skip or find them without reading them.
             models.Index(fields=["key", "kind", "at"], name=conf.index_name("events", "key")),
             models.Index(fields=["kind", "at"], name=conf.index_name("events", "kind")),
         )
@@ -292,9 +292,9 @@ class LockEvent(models.Model):
 
 
 class SeenFence(models.Model):
-    """The highest fence that requests of other services came with, for each key.
+    """The highest fence in requests of other services, for each key.
 
-    Written by `django_distlock.fencing.seen` alone, which never deletes a row.
+    Only `django_distlock.fencing.seen` writes it, and never deletes a row.
     """
 
     key = KeyField(_("key"), primary_key=True, max_length=512)

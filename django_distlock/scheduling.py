@@ -1,4 +1,4 @@
-"""Work that a schedule starts on every node, and that one of them does."""
+"""Work that a schedule starts on every node, and that one node does."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ logger = logging.getLogger("django_distlock")
 
 #: Arguments of `distlock()` that a schedule does not take.
 _OWN = frozenset({"ttl", "wait", "on_conflict"})
-#: What stands before the name of a schedule in its key.
+#: The start of a schedule's key, before its name.
 PREFIX: Final = f"{OWN_MARKER}schedule:"
-#: Between two attempts at a tick of a store that does not answer.
+#: The pauses between two attempts at a tick while the store is unavailable.
 RETRY: Final = Retry(delay=0.5, cap=15.0)
-#: Seconds between two ticks at most, and for which it is known when the last one ran.
+#: The most seconds between two ticks, and the seconds for which the time of the last run is kept.
 LONGEST: Final = 366 * 86_400.0
 KNOWN: Final = 10 * LONGEST
 
 P = ParamSpec("P")
 T = TypeVar("T")
-#: What a call returns whose function was not run.
+#: The result of a call that did not run its function.
 M = TypeVar("M", covariant=True)
 
 
@@ -51,9 +51,9 @@ class RunScope(enum.Enum):
     """Where a tick of a schedule is run.
 
     Attributes:
-        REQUIRE_GLOBAL: On one node: whoever is granted the key of the tick.
-        PREFER_GLOBAL: The same. Where no distributed backend is configured, in one thread of each
-            process: with `DISTLOCK = {}`, or where the backend is one of a single process.
+        REQUIRE_GLOBAL: On one node: the one that is granted the key of the tick.
+        PREFER_GLOBAL: The same. Without a distributed backend, in one thread of each process: with
+            `DISTLOCK = {}`, or if the backend is one of a single process.
         NODE_LOCAL: On every node, without a lock.
     """
 
@@ -63,11 +63,11 @@ class RunScope(enum.Enum):
 
 
 class Skipped(dict[str, Any]):
-    """What a call returns that was left to others. It is false, and JSON for queues of tasks.
+    """The result of a call that was left to others. It is false, and JSON for queues of tasks.
 
     Attributes:
-        key: Of the tick.
-        why: The error: a conflict, or a store that did not answer.
+        key: The key of the tick.
+        why: The error: a conflict, or an unavailable store.
     """
 
     def __init__(self, key: str, why: LockError):
@@ -96,7 +96,7 @@ class Decorator(Protocol[M]):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What is known about a schedule."""
+    """The arguments of a schedule, with times in seconds."""
 
     name: str
     lock: Lock
@@ -116,7 +116,7 @@ class Schedule:
 
         A backend that is not distributed needs no fallback: its locks end with this process anyway.
         """
-        # Beside backends that are configured, an unknown alias is a mistake, and is raised.
+        # If any backend is configured, an unknown alias is a mistake, and is raised.
         if self.scope is RunScope.PREFER_GLOBAL and not list(lock_backends):
             return FALLBACK
         return self.lock.backend
@@ -126,10 +126,10 @@ class Schedule:
         return random.uniform(0, self.jitter)  # noqa: S311 - to spread load
 
     def retries(self, since: float) -> Iterator[float]:
-        """Give the pauses between attempts, for half of the margin.
+        """Yield the pauses between attempts, for half of the margin.
 
-        The other half is for clocks that differ: a late grant must not come behind the time for
-        which another node's keeps the key taken.
+        The other half is for clocks that differ: a late grant must not come after the time for
+        which the grant of another node holds the key.
         """
         for pause in RETRY.pauses():
             if (left := since + self.margin / 2 - monotonic()) <= 0:
@@ -138,7 +138,7 @@ class Schedule:
 
     def again(self, key: str, error: LockError, pauses: Iterator[float]) -> float | None:
         """Return the seconds until the next attempt; None: there is none."""
-        # Who has the key does the work. Of a store that does not answer, nobody knows.
+        # The holder of the key does the work. If the store is unavailable, maybe nobody does.
         pause = next(pauses, None) if isinstance(error, BackendUnavailable) else None
         if pause is not None:
             extra = self._fields("retried", key, error)
@@ -146,24 +146,24 @@ class Schedule:
         return pause
 
     def skip(self, key: str, error: Refusal) -> Skipped:
-        """Say that others do it, or nobody."""
+        """Report that another node does the work, or none."""
         skip(f"The tick {key!r}", error, self.backend, key)
         return Skipped(key, error)
 
     def note_run(self, key: str) -> None:
-        """Note in the store that a tick runs now, where somebody may ask whether any does."""
+        """Record in the store that a tick runs now, if the schedule has `every`."""
         if self.every is None:
             return
         try:
             note_run(lock_backends[self.backend], PREFIX + self.name)
         except LockError as error:
-            # The tick is run all the same. The next one makes up for it.
+            # The tick runs anyway, and the next one is recorded again.
             extra = self._fields("note_failed", key, error)
             logger.warning("It could not be recorded that %r has run: %s", key, error, extra=extra)
 
     @contextmanager
     def timed(self, key: str, lease: Lease) -> Iterator[None]:
-        """Say so where a run takes longer than the schedule allows for."""
+        """Log a warning if a run takes longer than the schedule allows."""
         clock = lease._holding.monotonic
         began = clock()
         try:
@@ -199,30 +199,30 @@ def scheduled(
 ) -> Decorator[Skipped]:
     """Let one node do what a schedule starts on all of them: cron, Celery beat, `django.tasks`.
 
-    The first one that is granted the key `〈schedule:<name>` runs; the others return `Skipped`, at
-    once. With `hold`, the key stays taken for `expected + margin` seconds since the grant: a node
-    whose clock is late finds it taken although the work is done. So keep that below the time
-    between two ticks, and above what clocks may differ.
+    The first node that is granted the key `〈schedule:<name>` runs; the others return `Skipped`
+    immediately. With `hold`, the key stays held until `expected + margin` seconds after the grant:
+    a node whose clock is late finds it held although the work is done. So keep this time below that
+    between two ticks, and above the difference between clocks.
 
-    A run that takes longer is renewed, so that no second one begins, and logged as an overrun.
+    The lease of a longer run is renewed, so that no second run begins, and an overrun is logged.
 
     Args:
-        name: Of the schedule; a template of the function's parameters, if it has any.
-        scope: Where it is run.
+        name: The name of the schedule; a template of the function's parameters, if it has any.
+        scope: Where a tick runs.
         expected: Seconds (or a `timedelta`) that a run takes.
-        margin: Seconds above that; None: half of `expected`. In the first half of it a tick is
-            tried again whose store does not answer, or has a transaction in the way.
-        hold: Whether the key stays taken after a run that was quicker.
-        jitter: Seconds at most to wait before a tick, different ones each time, to spread load.
-        every: Seconds between two ticks, from 0.1 to 366 days; the longest, where they differ. The
-            store then knows when the last one ran, and metrics say by how much the next is overdue.
+        margin: Seconds above that; None: half of `expected`. In the first half of it, a tick is
+            retried if the store is unavailable, or if a transaction locks what it needs.
+        hold: Whether the key stays held after a run that was shorter.
+        jitter: The longest wait before a tick, in seconds; each is random, to spread load.
+        every: Seconds between two ticks, from 0.1 to 366 days; the longest, if they differ. The
+            store then keeps the time of the last run, and metrics report how overdue the next is.
         backend: The alias of the lock backend.
-        options: Others of `distlock()`, such as `steal_if_dead` and `metadata`; none of `ttl`,
-            `wait` and `on_conflict`, which a schedule has of its own.
+        options: Others of `distlock()`, such as `steal_if_dead` and `metadata`, but not `ttl`,
+            `wait` and `on_conflict`, which a schedule sets itself.
 
     Raises:
-        InvalidArgument: An argument breaks a rule; or it stands above what is no plain function.
-        LockUsageError: The function's body would run when its call is over.
+        InvalidArgument: An argument breaks a rule; or what is decorated is no plain function.
+        LockUsageError: The function's body would run after its call.
     """
     if not isinstance(scope, RunScope):
         raise InvalidArgument(f"scope must be a RunScope, not {shown(scope)}.")
@@ -276,14 +276,14 @@ def scheduled(
 
 
 def note_run(store: BaseLockBackend, name: str) -> None:
-    """Note that a schedule of this name, such as `〈schedule:nightly`, runs now."""
+    """Record that a schedule of this name, such as `〈schedule:nightly`, runs now."""
     store.notes.put(name, int(store.clock().timestamp() * 1000), KNOWN)
 
 
 def overdue(store: BaseLockBackend, schedule: Declaration) -> float:
-    """Return by how many seconds no tick has run that should have; 0: none is overdue.
+    """Return by how many seconds a tick is overdue; 0: none is.
 
-    A schedule that the store does not know counts from now on.
+    If the store does not know the schedule, its time counts from now on.
     """
     noted = store.notes.get(schedule.key)
     if noted is None:

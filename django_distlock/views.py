@@ -1,6 +1,6 @@
 """Views that one request at a time runs: a decorator, and a mixin for classes.
 
-Django REST framework is not imported: its classes and requests are told by what they alone have.
+Django REST framework is not imported: its classes and requests are recognised by attributes.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 View = Callable[..., Any]
-#: One that stays what it is for a type checker.
+#: Keeps a view's own type for type checkers.
 V = TypeVar("V", bound=View)
 Status: TypeAlias = Literal[409, 423, 429]
-#: Makes the answer to a request that is refused.
+#: Makes the response to a refused request.
 MakeRefusal = Callable[[HttpRequest, Exception], HttpResponseBase]
 
 TEMPLATE: Final = "django_distlock/busy.html"
-#: The type of what programs are told about errors.
+#: The content type of errors for programs.
 PROBLEM: Final = "application/problem+json"
-#: Seconds until one may ask again, where nobody knows when the key will be free.
+#: Seconds until a client may try again, if it is unknown when the key will be free.
 ASK_AGAIN: Final = 1
-#: What the metadata of a lock call the request that it is held for.
+#: The name of the request in the metadata of its lock.
 REQUEST: Final = "request"
-#: What a path may contain, and needs no escape in JSON.
+#: Characters that a path may contain and that need no escape in JSON.
 _PATH: Final = "/:@!$&'()*+,;=~"
 
 
@@ -66,39 +66,39 @@ def locked_view(
     retry_after: Duration | None = None,
     **options: Any,
 ) -> Callable[[V], V]:
-    """Hold a lock around each call of a view, sync or async, or of a method of a class of views.
+    """Hold a lock around each call of a view, sync or async, or of a method of a view class.
 
-    Methods are those that get `self` and a request, of Django's classes and of Django REST
-    framework's, actions included. There a conflict is answered with problem JSON (RFC 9457).
+    Methods are those with `self` and a request, of Django's classes and of Django REST framework's,
+    actions included. Those of the latter answer a conflict with problem JSON (RFC 9457).
 
-    With `ATOMIC_REQUESTS`, the transaction is inside of the lock: it is committed before the key is
-    free. The transaction of a method begins around its class: there the key is free after the
-    commit. What a streaming response sends is not under the lock, for it is made after the view.
+    With `ATOMIC_REQUESTS`, the transaction is inside the lock: it is committed before the key is
+    free. The transaction of a method begins before the lock, so the key is free after the commit.
+    The content of a streaming response is made after the view, without the lock.
 
-    The request is kept beside the holder, as `metadata["request"]`: "POST /invoices/5/", its path
-    escaped, without the query, and cut to 255 characters, or to what other metadata leave.
+    The holder's metadata contain the request, as `metadata["request"]`: "POST /invoices/5/", its
+    path escaped, without the query, and cut to 255 characters, or to what other metadata leave.
 
     Args:
         key: A template of the view's parameters, such as `"invoice:{pk}"`, `"invoice:{kwargs[pk]}"`
-            or `"cart:{request.user.pk}"`; or what returns the key, called as the view is.
-        on_conflict: What is done if the key is not granted within `wait`: `"skip"` answers
+            or `"cart:{request.user.pk}"`; or a function that returns it, called as the view is.
+        on_conflict: What happens if the key is not granted within `wait`: `"skip"` answers
             `status` and `Retry-After` without a call of the view, `"raise"` raises
             `LockNotAcquired`, `"run"` runs the view without the lock.
-        on_unavailable: What is done if the store is unavailable: `"raise"` raises
+        on_unavailable: What happens if the store is unavailable: `"raise"` raises
             `BackendUnavailable`, `"skip"` answers 503, `"run"` runs the view without the lock.
-        status: 409 (Conflict), 423 (Locked) or 429 (Too Many Requests); None: 429 where `permits`
-            is above 1, and else 409.
-        refusal: Makes the answer of `"skip"`, of the request and the error; None: problem JSON from
-            views of Django REST framework, JSON where the request asks for it, else the template
+        status: 409 (Conflict), 423 (Locked) or 429 (Too Many Requests); None: 429 if `permits` is
+            not 1, and else 409.
+        refusal: Makes the answer of `"skip"` from the request and the error; None: problem JSON for
+            views of Django REST framework, JSON if the request prefers that, else the template
             `django_distlock/busy.html`.
-        retry_after: Seconds (or a `timedelta`) that `Retry-After` says, rounded up; None: as long
-            as the holder has had the key by now, at least 1 and at most until its lease ends.
+        retry_after: Seconds (or a `timedelta`) for `Retry-After`, rounded up; None: as long as the
+            holder has had the key by now, at least 1 and at most until its lease ends.
         options: Those of `distlock()`: `ttl`, `wait`, `backend`, `metadata` and so on. A
             `"request"` among the metadata stays as it is.
 
     Raises:
         InvalidArgument: An argument breaks a rule, the template names no parameter of the view, or
-            it is no view: a class, say, for which there is `LockedViewMixin`.
+            a class is decorated, or another object that is no view: see `LockedViewMixin`.
         LockUsageError: The view's body would run after its call, as that of a generator does, or
             `method_decorator` decorates it. If only the view's result shows that, or a call has no
             request, the call raises it.
@@ -125,16 +125,16 @@ def locked_view(
 
 
 class LockedViewMixin:
-    """Hold a lock around each request of a class-based view, from its place among the bases on.
+    """A base of class-based views that holds a lock around each request.
 
-    What stands before it, such as `LoginRequiredMixin`, decides before a key is taken. It stands
+    Bases before it, such as `LoginRequiredMixin`, decide before the key is acquired. It must stand
     before the view's own class.
 
     Attributes:
-        lock_key: A template of what the URL captures, and `request`: `"invoice:{pk}"`.
+        lock_key: A template of the URL's parameters and `request`, such as `"invoice:{pk}"`.
         lock_options: The other arguments of `locked_view`.
 
-    `as_view()` takes either of them too.
+    `as_view()` also accepts both.
     """
 
     lock_key: ClassVar[str] = ""
@@ -194,10 +194,10 @@ class LockedViewMixin:
 
 
 def refuse(request: HttpRequest, error: Exception, again_in: int) -> HttpResponse:
-    """Say that somebody else is at it; the status and `Retry-After` are set after this.
+    """Return the response to a refused request; the caller sets the status and `Retry-After`.
 
     Args:
-        again_in: Seconds until it may be asked again.
+        again_in: Seconds until the client may try again.
     """
     said, again = _said(error, again_in)
     wanted = request.get_preferred_type(["text/html", "application/json"])
@@ -214,7 +214,7 @@ def refuse(request: HttpRequest, error: Exception, again_in: int) -> HttpRespons
     try:
         template = loader.get_template(TEMPLATE)
     except (ImproperlyConfigured, TemplateDoesNotExist):
-        # A project without templates, or without those of its apps.
+        # The project has no templates, or does not load those of its apps.
         builtin = Path(__file__).parent / "templates" / TEMPLATE
         made = Engine().from_string(builtin.read_text(encoding="utf-8"))
         return HttpResponse(made.render(Context(context)))
@@ -222,7 +222,7 @@ def refuse(request: HttpRequest, error: Exception, again_in: int) -> HttpRespons
 
 
 def problem(error: Exception, again_in: int, status: int) -> HttpResponse:
-    """Say the same as problem JSON (RFC 9457)."""
+    """Return the same as problem JSON (RFC 9457)."""
     content = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
@@ -235,7 +235,7 @@ def problem(error: Exception, again_in: int, status: int) -> HttpResponse:
 
 
 def _said(error: Exception, again_in: int) -> tuple[str, str]:
-    """Return what is wrong, and when to ask again, in the language of the request."""
+    """Return what is wrong, and when to try again, in the language of the request."""
     if isinstance(error, LockNotAcquired):
         said = gettext("Someone else is working on this right now.")
     else:
@@ -245,13 +245,13 @@ def _said(error: Exception, again_in: int) -> tuple[str, str]:
 
 
 class _Locked:
-    """How requests are answered under a lock. The arguments are those of `locked_view`."""
+    """Answers requests under a lock. The arguments are those of `locked_view`."""
 
-    #: Returns the key of a request, called as the view is.
+    #: Returns the key of a request, from the view's arguments.
     key: Callable[..., str]
-    #: Where a view's call has its request: after the object, if it is a method.
+    #: The place of the request among the view's arguments: after the object, if it is a method.
     _place = 0
-    #: Whether refusals are problem JSON, whatever the request is: of classes of REST framework's.
+    #: Whether refusals are problem JSON for any request, as for Django REST framework's classes.
     problems = False
 
     def __init__(
@@ -272,20 +272,20 @@ class _Locked:
         self._status, self._make = status, refusal
         self._retry_after = None if retry_after is None else seconds(retry_after, "retry_after")
         taken = len(json.dumps({REQUEST: "", **self.lock.metadata}, ensure_ascii=False).encode())
-        #: How many characters of a request fit beside other metadata; 0: it is left out.
+        #: Characters of a request that fit next to other metadata; 0: it is left out.
         self._room = max(0, min(MAX_TEXT, MAX_METADATA_BYTES - taken))
-        #: Aliases whose transactions the view does without.
+        #: Aliases on which no transaction is begun for the view.
         self._not_atomic: set[str] | _Every = set()
 
     def around(self, view: View, key: Callable[..., str]) -> View:
-        """Return what is called in the place of a view."""
+        """Return the wrapper that is called in place of a view."""
         # A decorator may be used more than once.
         locked = copy(self)
-        # What Django REST framework makes of a function or a class knows the class.
+        # A view that Django REST framework makes of a function or a class has the class.
         locked.problems = hasattr(getattr(view, "cls", None), "initialize_request")
         locked.key, locked._not_atomic = key, set()
         if next(iter(signature_of(view).parameters), "") == "self":
-            # The transaction of its request has begun before.
+            # The transaction of a method's request has begun before the lock.
             locked._place, locked._not_atomic = 1, _Every(set())
         if iscoroutinefunction(view):
 
@@ -304,9 +304,9 @@ class _Locked:
         return synchronous
 
     def begin_transactions_of(self, view: Any) -> None:
-        """Begin the transactions of a request inside of the lock: Django's would be around it."""
+        """Begin the transactions of a request inside the lock: Django's would be around it."""
         marks = getattr(view, "_non_atomic_requests", ())
-        # A view with another lock below begins its transactions inside of that.
+        # If the view has another lock inside, its transactions begin inside that.
         self._not_atomic = marks if isinstance(marks, _Every) else set(marks)
         view._non_atomic_requests = _Every(self._not_atomic)
 
@@ -331,7 +331,7 @@ class _Locked:
         return await self._policy.arun(lock, partial(view, *args, **kwargs), answer)
 
     def _answer(self, request: HttpRequest, error: Exception) -> HttpResponseBase:
-        """Return the answer to a request that is refused."""
+        """Return the response to a refused request."""
         given = self._retry_after
         again = _estimated(error) if given is None else math.ceil(given)
         status: int = 503
@@ -367,11 +367,11 @@ class _Locked:
         try:
             key = normalize_key(self.key(*values, **named))
         except IllegalKey as error:
-            # Made of what the client has sent.
+            # The key contains what the client has sent.
             raise BadRequest(str(error)) from error
         metadata = self.lock.metadata
         if self._room:
-            # In ASCII: a client may put anything into method and path, NUL for one.
+            # In ASCII, because a client may put anything into method and path, such as NUL.
             parts = (request.method or "", request.path)
             line = " ".join(quote(each, _PATH, errors="replace") for each in parts)
             metadata = {REQUEST: line[: self._room], **metadata}
@@ -396,7 +396,7 @@ async def _called(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class _Every:
-    """Contains every alias, and takes in those that are marked later, for which nothing begins."""
+    """Contains every alias, so that Django begins no transaction; keeps those marked later."""
 
     def __init__(self, marked: set[str] | _Every):
         self._marked = marked
@@ -405,7 +405,7 @@ class _Every:
         return True
 
     def add(self, alias: str) -> None:
-        """Let the view do without another transaction: `non_atomic_requests` stands above."""
+        """Begin no transaction on an alias, because `non_atomic_requests` stands above."""
         self._marked.add(alias)
 
 
@@ -420,7 +420,7 @@ def _require_view(view: object) -> None:
             "locked_view decorates functions and methods. For a class, use LockedViewMixin as its"
             " first base."
         )
-    # What it shows to a decorator has other arguments than the method, and no request.
+    # The function that it decorates has other arguments than the method, and no request.
     if getattr(view, "__module__", None) == method_decorator.__module__:
         raise LockUsageError(
             "locked_view decorates a method where it is defined, without method_decorator.",
@@ -429,13 +429,13 @@ def _require_view(view: object) -> None:
 
 
 def _estimated(error: Exception) -> int:
-    """Return in how many seconds to ask again: when the holder may have finished."""
+    """Return in how many seconds to try again: when the holder may have finished."""
     expires_in: float | None = getattr(error, "expires_in", None)
     if expires_in is None:
         return ASK_AGAIN
-    # A key is free a grace after its lease ended, should nobody release it before.
+    # Without a release, a key is free a grace after the end of its lease.
     latest = math.ceil(max(0.0, expires_in) + GRACE)
-    # Who has worked for long goes on for long: nothing else is known of what is left.
+    # A holder that has worked for long goes on for long: nothing else is known about the rest.
     held_for: float | None = getattr(error, "held_for", None)
     if held_for is None:
         return latest

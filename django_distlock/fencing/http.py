@@ -168,7 +168,7 @@ def fence_required(view: View | None = None, *, key: str | Callable[..., str] | 
     Args:
         view: The view.
         key: The key that the fence must be of: a template of the view's parameters, such as
-            `"payment:{pk}"`, or a function with the view's arguments. None: any key.
+            `"payment:{pk}"`, or a function that returns it, called as the view is. None: any key.
 
     Raises:
         InvalidArgument: `key` is neither, or the template names no parameter of the view.
