@@ -1,7 +1,8 @@
--- A value with a fence: read, write or remove it, unless the fence on it is higher than ours.
+-- Read, write or remove a value with a fence, unless its fence is higher than ours.
 --
--- KEYS: the hash. ARGV: get | set | delete, our fence; to set, the value and its milliseconds, "".
--- Answers: {done, the value that was there} | {refused, the fence on it} | {other, what it is}
+-- KEYS: the hash. ARGV: get | set | delete, our fence; the value to set, and its ttl in milliseconds
+-- ("": none).
+-- Answers: {done, the previous value} | {refused, its fence} | {other, the type of the key}
 local name = KEYS[1]
 local operation, fence, value, milliseconds = unpack(ARGV)
 
@@ -30,7 +31,7 @@ if operation == 'delete' then
 end
 if operation ~= 'get' then
     if milliseconds == '' then
-        -- The fence outlives the time that an earlier value was given.
+        -- The fence outlives the ttl of an earlier value.
         redis.call('PERSIST', name)
     else
         redis.call('PEXPIRE', name, milliseconds)

@@ -1,16 +1,16 @@
 -- Grant a key if it is free.
 --
--- KEYS: record, fence, pause, who shares it; where there are those, the listing, and the indexes of
--- the token and of the one replaced.
+-- KEYS: record, fence, pause, sharers; if they are used, the listing, and the indexes of the token
+-- and of the replaced one.
 -- Answers: granted fence now expires_at | contended now [record] | paused now [record] | duplicate
--- | overflow | shared (ask `share`) | free (only asked whether it would be granted)
+-- | overflow | shared (call `share`) | free (with `look`: it would be granted)
 local lock, fence, pause, shared, listing, index, replaced = unpack(KEYS)
 local token, ttl, grace, maximum, key, holder, wanted, replace, channel, _, _, look = unpack(ARGV)
 
 local held = redis.call('HMGET', lock, 'token', 'free_at', 'wanted', 'expires_at')
 local live = held[1] and is_live(held[2])
 local paused = now < tonumber(redis.call('HGET', pause, 'until') or '0')
--- A token that asks in its own place does not take what it has settled.
+-- A token that replaces itself does not get what it has settled.
 local spent = replace == token and held[2] ~= '' and held[2] == held[4]
 if paused or live and (held[1] ~= replace or spent) then
     local outcome = (paused and 'paused ' or 'contended ') .. text(now)
@@ -36,7 +36,7 @@ end
 if look then
     return 'free'
 end
--- The fence first: whatever happened behind it, it would only be skipped.
+-- The fence first: if a later step failed, the fence would only be skipped.
 redis.call('SET', fence, text(granted))
 local asked = live and passed_on({lock}, holder)
 if held[1] then
@@ -48,7 +48,7 @@ end
 local expires_at = put_record(lock, listing, index, key, token, granted, ttl, grace, holder)
 pass_on(lock, asked)
 if live and held[3] then
-    -- They have to mark this grant.
+    -- The waiters have to mark this grant.
     wake(channel, lock)
 end
 return 'granted ' .. text(granted) .. ' ' .. text(now) .. ' ' .. expires_at

@@ -1,10 +1,10 @@
--- Grant several keys, or none of them: first all are looked at, then all are granted.
+-- Grant several keys, or none of them: first all are checked, then all are granted.
 --
--- KEYS: for each key what `share` has, but for the listing, which comes last, and for a token that is
--- replaced. ARGV: ttl, grace, maximum, holder, channel, permits, door; then for each key its token and
--- the key.
--- Answers, as JSON: place, answer. Place 0: the answers of all keys. Else: that of the key at this
--- place, which is not granted; then nothing was written.
+-- KEYS: for each key those of `share`, without the listing, which comes last, and without the index
+-- of a replaced token. ARGV: ttl, grace, maximum, holder, channel, permits, door; then for each key
+-- its token and the key.
+-- Answers, as JSON: place, answer. Place 0: the answers for all keys. Else: the answer for the key at
+-- this place, which is not granted; then nothing was written.
 local ttl, grace, maximum, holder, channel, permits, door = unpack(ARGV, 1, 7)
 local each, number, listing = 6, (#KEYS - 1) / 6, KEYS[#KEYS]
 

@@ -1,10 +1,10 @@
--- What every script begins with.
+-- The beginning of every script.
 --
--- Times are microseconds since 1970, which a double holds exactly. "" stands for none.
+-- Times are microseconds since 1970, which a double holds exactly. "" means none.
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 
--- In full: tostring() would make 1.79e+15 of it.
+-- With all digits: tostring() would return 1.79e+15.
 local function text(number)
     return string.format('%.0f', number)
 end
@@ -17,7 +17,7 @@ local function microseconds(seconds)
     return math.floor(seconds * 1000000 + 0.5)
 end
 
--- When a lease ends that is granted or extended now, and from when on its key is free.
+-- When a lease expires that is granted or extended now, and when its key becomes free.
 local function lease_ends(ttl, grace)
     if ttl == '' then
         return '', ''
@@ -26,7 +26,7 @@ local function lease_ends(ttl, grace)
     return text(expires_at), text(expires_at + microseconds(grace))
 end
 
--- Let Redis remove a key at a time, which it counts in milliseconds: never before.
+-- Let Redis remove a key at a time, rounded up to milliseconds.
 local function remove_at(key, time)
     if time == '' then
         redis.call('PERSIST', key)
@@ -35,7 +35,7 @@ local function remove_at(key, time)
     end
 end
 
--- Remove from a sorted set what is over, a bounded number at a time.
+-- Remove expired members of a sorted set, a bounded number at a time.
 local function forget_over(set)
     local over = redis.pcall('ZRANGE', set, '-inf', text(now), 'BYSCORE', 'LIMIT', 0, 100)
     if over[1] then
@@ -43,15 +43,15 @@ local function forget_over(set)
     end
 end
 
--- List a record, or who waits, until a time at least. Listings are for people: one that somebody
--- has spoiled stops nothing.
+-- List a record, or the waiters of a key, until a time at least. Listings are for people: a spoiled
+-- one stops nothing.
 local function list(listing, name, time)
     if listing then
         redis.pcall('ZADD', listing, time == '' and 'inf' or time, name)
     end
 end
 
--- Remove a record, or who waits.
+-- Remove a record, or the waiters of a key.
 local function remove(lock, listing)
     redis.call('DEL', lock)
     if listing then
@@ -59,8 +59,8 @@ local function remove(lock, listing)
     end
 end
 
--- Write the record of a grant, list it, and write the index of its token, where there are those;
--- return when it ends, and from when on its key is free.
+-- Write the record of a grant. Also list it, and index its token, if those are used. Return when the
+-- lease expires, and when its key becomes free.
 local function put_record(lock, listing, index, key, token, fence, ttl, grace, holder)
     local expires_at, free_at = lease_ends(ttl, grace)
     redis.call(
@@ -84,8 +84,8 @@ local function is_sooner(free_at, before)
     return free_at ~= '' and (before == '' or tonumber(free_at) < tonumber(before))
 end
 
--- What an operator has asked of these live leases, which go for the grant of another one: it stays
--- asked where the holder does, and where a lease is handed over, which settles it first.
+-- What an operator has requested of these live leases, which another grant replaces: the request
+-- stays if the holder does, or if a lease is handed over, which settles it first.
 local function passed_on(places, holder)
     for _, place in ipairs(places) do
         local free_at, expires_at, who, stop, last = unpack(redis.call(
@@ -97,7 +97,7 @@ local function passed_on(places, holder)
     end
 end
 
--- Ask it of the new one.
+-- Request it of the new lease.
 local function pass_on(lock, asked)
     if not asked then
         return
@@ -111,12 +111,12 @@ local function pass_on(lock, asked)
     end
 end
 
--- A server without memory lets a script go on that began with a write that takes none.
+-- A server without free memory lets a script go on if its first write needs none.
 local function begin(lock)
     redis.call('PERSIST', lock)
 end
 
--- All fields of a record, as JSON. With a time: as if its key were free then at the latest.
+-- All fields of a record, as JSON. With `latest`: as if its key were free at that time or before.
 local function described(lock, latest)
     local fields, flat = {}, redis.call('HGETALL', lock)
     for each = 1, #flat, 2 do
@@ -129,7 +129,7 @@ local function described(lock, latest)
 end
 
 -- Why a token may not extend or release: the record is missing, another's, expired, or settled.
--- Where it may: nil, when the key is free, and whether somebody waits to hear of that.
+-- If it may: nil, when the key becomes free, and whether a waiter wants to be woken then.
 local function refused(lock, token)
     local held = redis.call('HMGET', lock, 'token', 'free_at', 'expires_at', 'wanted')
     if not held[1] then
@@ -144,21 +144,21 @@ local function refused(lock, token)
     return nil, held[2], held[4]
 end
 
--- Whether a record is the grant of this fence ("": of any), which somebody has looked at.
+-- Whether a record has the fence that an operator has seen ("": any).
 local function is_seen(lock, fence)
     return fence == '' or redis.call('HGET', lock, 'fence') == fence
 end
 
--- Between the name of a key and that of a lease which shares it: U+232A, which is in no key.
+-- The separator between the names of a key and of a sharer: U+232A, which is in no key.
 local PLACE = '\226\140\170'
 
--- The role and the name of the key of a lease, whether that shares the key or not.
+-- The role and the name of a lease's key, without the name of a sharer.
 local function whole(lock)
     local place = string.find(lock, PLACE, 1, true)
     return place and string.sub(lock, 1, place - 1) or lock
 end
 
--- The live records of those who share a key, of the set that names them; and the names of others.
+-- The live records of the sharers of a key, and the names of those that have expired.
 local function sharers(shared)
     local live, over = {}, {}
     for _, place in ipairs(redis.call('HKEYS', shared)) do
@@ -170,7 +170,7 @@ local function sharers(shared)
     return live, over
 end
 
--- The one of these records that is free last.
+-- The one of these records with the latest free_at.
 local function last_to_end(places)
     local found, latest
     for _, place in ipairs(places) do
@@ -182,7 +182,7 @@ local function last_to_end(places)
     return found
 end
 
--- Keep the name of a lease that shares a key, for as long as that lasts at least.
+-- Keep the name of a sharer for at least as long as its lease lasts.
 local function keep_place(shared, place, free_at)
     local left = redis.call('PTTL', shared)
     redis.call('HSET', shared, place, '')
@@ -193,7 +193,7 @@ local function keep_place(shared, place, free_at)
     end
 end
 
--- Forget the name of a lease that shares a key.
+-- Remove the name of a sharer.
 local function drop_place(shared, place)
     redis.call('HDEL', shared, place)
     if redis.call('HLEN', shared) == redis.call('HEXISTS', shared, 'closed') then
@@ -201,10 +201,9 @@ local function drop_place(shared, place)
     end
 end
 
--- Call out to the waiters of a key that something has become of it. Where the server forbids that,
--- they ask again by themselves.
+-- Wake the waiters of a key, to try again. If the server forbids that, they poll.
 local function wake(channel, key)
-    -- No prefix has a brace: the first one begins the name, behind the role.
+    -- No prefix has a brace, so the first one begins the name, after the role.
     redis.pcall('PUBLISH', channel, string.sub(whole(key), string.find(key, '{', 1, true), -1))
 end
 
@@ -213,8 +212,8 @@ local function last_fence(fence)
     return tonumber(string.match(redis.call('GET', fence) or '0', '^%d+$'))
 end
 
--- The fence of the next grant: what the clock counts in 10 µs is the least, because a counter may
--- be lost with the data, or be stale where a replica took over.
+-- The fence of the next grant: at least the clock in units of 10 µs, because a counter may be lost
+-- with the data, or be stale after a failover to a replica.
 local function next_fence(fence)
     return math.max(last_fence(fence) + 1, math.floor(now / 10))
 end

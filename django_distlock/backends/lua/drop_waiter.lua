@@ -1,6 +1,6 @@
--- Forget who waits; of the last one, also that somebody does.
+-- Remove a waiter; with the last one, also the key from the listing.
 --
--- KEYS: waiters, and the listing where there is one. Answers: dropped
+-- KEYS: waiters, and the listing if there is one. Answers: dropped
 local waiters, listing = unpack(KEYS)
 
 redis.call('ZREM', waiters, ARGV[1])

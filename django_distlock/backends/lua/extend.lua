@@ -1,7 +1,7 @@
--- Let a lease end `ttl` seconds from now.
+-- Let a lease expire `ttl` seconds from now.
 --
--- KEYS: record; of one that shares its key, who does; where there are those, the listing, and the
--- index of the token.
+-- KEYS: record; of a sharer, the sharers of its key; if they are used, the listing, and the index of
+-- the token.
 -- Answers: extended fence acquired_at stop_requested(0 or 1) expires_at | why not
 local lock = KEYS[1]
 local shared = whole(lock) ~= lock and KEYS[2]

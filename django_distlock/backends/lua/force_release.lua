@@ -1,6 +1,6 @@
--- Force-release a key: its holder's fence is passed in the same step.
+-- Force-release a key, and raise its fence above the holder's in the same step.
 --
--- KEYS: record, fence, who shares the key, and the listing where there is one.
+-- KEYS: record, fence, sharers, and the listing if there is one.
 -- Answers: held now record | overflow | free
 local lock, fence, shared, listing = unpack(KEYS)
 local maximum, channel, seen = unpack(ARGV)
@@ -14,7 +14,7 @@ if moved > tonumber(maximum) then
     return 'overflow'
 end
 local record = described(lock)
--- First: a server without memory lets a script go on that began with a write that takes none.
+-- First: a server without free memory lets a script go on if its first write needs none.
 remove(lock, listing)
 redis.call('SET', fence, text(moved))
 if whole(lock) ~= lock then

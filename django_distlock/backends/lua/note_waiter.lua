@@ -1,11 +1,11 @@
--- Let people see for so many seconds who waits.
+-- Record a waiter for some seconds, for people to see.
 --
--- KEYS: waiters, and the listing where there is one.
--- Answers: what the waiter is noted as, by which it is noted again, or no more
+-- KEYS: waiters, and the listing if there is one.
+-- Answers: the waiter's note, by which it is recorded again, or dropped
 local waiters, listing = unpack(KEYS)
 local noted, seconds, who = unpack(ARGV)
 
--- Those who died.
+-- Waiters that died.
 forget_over(waiters)
 if noted ~= '' then
     redis.call('ZREM', waiters, noted)

@@ -1,6 +1,6 @@
 -- Raise a fence counter, or make it, unless somebody holds the key.
 --
--- KEYS: record, fence, and who shares the key. Answers: raised | held | enough
+-- KEYS: record, fence, and sharers. Answers: raised | held | enough
 local lock, fence, shared = unpack(KEYS)
 local to = tonumber(ARGV[1]) or math.floor(now / 10)
 

@@ -1,7 +1,7 @@
--- Read the record of a held key; of several that share it, that which is free last. An expired one
--- may be removed on the way.
+-- Read the record of a held key; of several sharers, the one with the latest free_at. An expired
+-- record may be removed.
 --
--- KEYS: record, and who shares the key. Answers: held now record | free
+-- KEYS: record, and sharers. Answers: held now record | free
 local lock, shared = unpack(KEYS)
 local cleanup = ARGV[1]
 

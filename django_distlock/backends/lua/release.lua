@@ -1,8 +1,8 @@
--- Give a key back, or keep it taken for so many seconds since its grant, without grace.
+-- Release a key, or keep it held until some seconds after its grant, without grace.
 --
--- KEYS: record; of one that shares its key, who does; where there are those, the listing, and the
--- index of the token.
--- Answers: released | wanted (released, and somebody waited for it) | why not
+-- KEYS: record; of a sharer, the sharers of its key; if they are used, the listing, and the index of
+-- the token.
+-- Answers: released | wanted (released, and there was a waiter) | why not
 local lock = KEYS[1]
 local shared = whole(lock) ~= lock and KEYS[2]
 local listing, index = unpack(KEYS, shared and 3 or 2)

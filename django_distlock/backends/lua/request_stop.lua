@@ -1,9 +1,9 @@
--- Request a stop, and let the holder renew for so many seconds at the most; '': as long as it may.
+-- Request a stop, and let the holder renew for some seconds at most; '': without a limit.
 --
--- It never gets longer, and the key stays its own until the end that it was promised. What is
--- settled has no holder any more, and ends.
+-- The limit never gets later, and the holder keeps the key until the end that it was promised. A
+-- settled lease has no holder any more, so it is shortened itself.
 --
--- KEYS: record; where tokens are indexed, that of the token, which stays as it is.
+-- KEYS: record; if tokens are indexed, the index of the token, which stays as it is.
 -- Answers: held now record | free
 local lock = KEYS[1]
 local seconds, token, channel, seen = unpack(ARGV)
@@ -36,7 +36,7 @@ else
         redis.call('HSET', lock, 'renewed_until', last)
     end
 end
--- Before it may go at once.
+-- Before the next line, which may remove the record immediately.
 local record = described(lock)
 remove_at(lock, free_at)
 if settled and held[3] then

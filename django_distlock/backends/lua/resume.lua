@@ -3,6 +3,6 @@
 -- KEYS: pause. Answers: resumed | free
 local paused = now < tonumber(redis.call('HGET', KEYS[1], 'until') or '0')
 redis.call('DEL', KEYS[1])
--- Whoever was told of the pause has left no mark.
+-- Always, because callers that the pause refused have left no mark.
 wake(ARGV[1], KEYS[1])
 return paused and 'resumed' or 'free'

@@ -1,8 +1,8 @@
--- Grant a key that several share, or that somebody wants alone whom those may be in the way of: the
--- rule is `in_the_way` in core/sharing.py.
+-- Grant a key to a sharer, or exclusively where sharers may be in the way: the rule is `in_the_way`
+-- in core/sharing.py.
 --
--- KEYS: the new record, record of who is alone, fence, pause, who shares it; where there are those, the
--- listing, and the indexes of the token and of the one replaced.
+-- KEYS: the new record, the record of an exclusive holder, fence, pause, sharers; if they are used,
+-- the listing, and the indexes of the token and of the replaced one.
 -- Answers: as `acquire`.
 local place, lock, fence, pause, shared, listing, index, replaced = unpack(KEYS)
 local token, ttl, grace, maximum, key, holder, wanted, replace, channel, permits, door, look = unpack(ARGV)
@@ -76,7 +76,7 @@ end
 if look then
     return 'free'
 end
--- The fence first: whatever happened behind it, it would only be skipped.
+-- The fence first: if a later step failed, the fence would only be skipped.
 redis.call('SET', fence, text(granted))
 local called
 local asked = passed_on(own, holder)
@@ -103,7 +103,7 @@ else
     keep_place(shared, place, free_at)
 end
 if called then
-    -- They have to mark this grant.
+    -- The waiters have to mark this grant.
     wake(channel, lock)
 end
 return 'granted ' .. text(granted) .. ' ' .. text(now) .. ' ' .. expires_at

@@ -1,6 +1,6 @@
--- Read the records of all who share a key.
+-- Read the records of all sharers of a key.
 --
--- KEYS: who shares it. Answers: records, as JSON
+-- KEYS: sharers. Answers: records, as JSON
 local records = {}
 for _, place in ipairs((sharers(KEYS[1]))) do
     table.insert(records, described(place))

@@ -1,6 +1,6 @@
--- Read who waits.
+-- Read the waiters of a key.
 --
--- KEYS: waiters. Answers: notes, each with its end behind it, as JSON
+-- KEYS: waiters. Answers: notes, each followed by its end, as JSON
 local found = redis.call(
     'ZRANGE', KEYS[1], '(' .. text(now), '+inf', 'BYSCORE', 'LIMIT', 0, ARGV[1], 'WITHSCORES'
 )
