@@ -3,24 +3,24 @@
 -- Answers a row: outcome, now, fence, acquired_at, expires_at, free_at, holder.
 --
 -- outcome   granted    now, fence, acquired_at, expires_at
---           contended  who holds it: fence, acquired_at, expires_at, free_at, holder
---           paused     the same, where somebody holds it
+--           contended  the lease: fence, acquired_at, expires_at, free_at, holder
+--           paused     the same, if the key is held
 --           again      granted, extended, released, marked or paused meanwhile; nothing was written
 --           overflow   the key has used up its fences; nothing was written
 --           shared     the key is shared, or was; nothing was written
 --
--- `again`: the token asks in its own place. What it has settled it does not take.
+-- With `again`, the token replaces itself, and does not get what it has settled.
 --
--- A request to stop stays where the holder of a live lease does, and where it is handed over, which
--- settles it first. Whoever takes it from a dead holder was not asked.
+-- A request to stop stays if a live lease keeps its holder, or is handed over, which settles it
+-- first. A holder that replaces a dead one gets no request.
 --
--- With `wanted`, the record that is in the way is marked: whoever ends it leaves the key to others
--- for a moment.
+-- With `wanted`, the record that is in the way is marked: the process that ends it leaves the key to
+-- others for a moment.
 --
--- Locks are taken in the order fence row, lock row, here and everywhere, and the clock is read behind
+-- Locks are taken in the order fence row, lock row, here and everywhere, and the clock is read after
 -- the last of them.
 {begin}
-    -- Read first: whoever loses takes no lock and writes nothing.
+    -- Read first, so that a refused caller takes no lock and writes nothing.
     SELECT c.fence, c.paused_until, c.closed_until IS NOT NULL, l.storage_key IS NOT NULL,
         l.token = %(replace)s AND (NOT %(again)s OR l.free_at IS NULL OR l.expires_at < l.free_at),
         l.token,
@@ -40,13 +40,13 @@
         SET v_outcome = 'shared';
     ELSE
         IF v_last IS NULL THEN
-            -- Two who lock a row that is not there lock the gap, and deadlock.
+            -- Two sessions that lock a missing row lock the gap, and deadlock.
             INSERT INTO {fences} (storage_key, `key`, fence) VALUES (%(name)s, %(key)s, 0)
                 ON DUPLICATE KEY UPDATE fence = fence;
         END IF;
         SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
         START TRANSACTION;
-        -- A guard may stand for as long as a transaction: answer now.
+        -- Without a wait, because a guard may last as long as a transaction.
         SET STATEMENT innodb_lock_wait_timeout = 0 FOR
             SELECT c.fence, c.paused_until, c.closed_until IS NOT NULL
                 INTO v_last, v_paused_until, v_shared
@@ -96,7 +96,7 @@
         UPDATE {locks} SET wanted = TRUE
             WHERE storage_key = %(name)s AND token = h_token AND NOT wanted;
         IF ROW_COUNT() = 0 THEN
-            -- Released or marked by somebody else meanwhile.
+            -- Released, or marked by another session, meanwhile.
             SET v_outcome = 'again';
         END IF;
     END IF;

@@ -1,4 +1,4 @@
--- How each block begins. No transaction is left open, whatever fails; and what fails is told.
+-- The beginning of each block. An error leaves no transaction open, and is raised again.
 SET STATEMENT innodb_lock_wait_timeout = {bound}, lock_wait_timeout = {bound} FOR
 BEGIN NOT ATOMIC
     DECLARE v_outcome VARCHAR(10) CHARACTER SET ascii;

@@ -3,7 +3,8 @@
 -- Answers a row: outcome, fence, acquired_at, expires_at, stop_requested.
 --
 -- outcome   extended   all of them
---           gone       no such record, another token, past free_at, settled, or shortened and over
+--           gone       no such record, another token, past free_at, settled, or past the end that
+--                      an operator has set
 {begin}
 {owned}
     SET v_outcome = 'gone';

@@ -1,5 +1,5 @@
-    -- Whether a lease is of this token, neither over nor settled. Its row is locked first: a wait
-    -- cannot blur what the clock says.
+    -- Whether a lease has this token, and is neither expired nor settled. Its row is locked before
+    -- the clock is read, so that no wait follows.
     SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
     START TRANSACTION;
     SELECT COUNT(*), MAX(l.token = %(token)s), MAX(l.fence), MAX(l.acquired_at), MAX(l.expires_at),

@@ -1,7 +1,7 @@
--- Give a key back; or, with `held`, keep it taken without grace until so long behind the grant.
+-- Release a key; or, with `held`, keep it held until that long after the grant, without grace.
 --
--- outcome   released   the record went, or was settled
---           wanted     the same, and somebody waits for the key
+-- outcome   released   the record was deleted or settled
+--           wanted     the same, and the key has a waiter
 --           gone       no such record, another token, past free_at, or settled
 {begin}
 {owned}

@@ -3,29 +3,29 @@
 -- Answers a JSON array: outcome, now, fence, acquired_at, expires_at, free_at, holder.
 --
 -- outcome   granted    now, fence, acquired_at, expires_at
---           contended  who holds it: fence, acquired_at, expires_at, free_at, holder
---           paused     the same, where somebody holds it
+--           contended  the lease: fence, acquired_at, expires_at, free_at, holder
+--           paused     the same, if the key is held
 --           busy       no answer within p_bound; the last holder that was seen, if any
 --           overflow   the key has used up its fences; nothing was written
 --           shared     the key is shared, or was; nothing was written
 --
 -- Locks are taken in the order advisory(key), fence row, lock row, here and everywhere.
 --
--- With p_wanted, the record that is in the way is marked. Whoever ends, replaces or shortens a
--- marked grant calls a hash of its storage key out, on a channel with a secret name: nothing is sent
--- where nobody waits, because NOTIFY takes a lock of the whole server at commit.
+-- With p_wanted, the record that is in the way is marked. The session that ends, replaces or shortens
+-- a marked grant sends a hash of its storage key, on a channel with a secret name. Without a waiter
+-- nothing is sent, because NOTIFY takes a lock of the whole server at commit.
 --
--- A token that asks in its own place (p_replace = p_token) does not take what it has settled: the
--- question is one that comes behind the end of its own work.
+-- A token that replaces itself (p_replace = p_token) does not get what it has settled: such a call
+-- has arrived after the end of its own work.
 --
--- A request to stop stays where the holder of a live lease does, and where it is handed over, which
--- settles it first. Whoever takes it from a dead holder was not asked.
+-- A request to stop stays if a live lease keeps its holder, or is handed over, which settles it
+-- first. A holder that replaces a dead one gets no request.
 --
--- Answers are one text each, as all these functions give, because a row of columns costs the server
--- a third more than the call itself: see docs/explanation/performance.md.
+-- All these functions answer with one text, because a row of columns costs the server a third more
+-- than the call itself: see docs/explanation/performance.md.
 --
 -- Names are looked up in pg_catalog alone, here and everywhere: in a schema where others may create,
--- a function or an operator that fits a call better would be called instead, as whoever asks.
+-- a function or an operator that fits a call better would be called instead, as the caller's role.
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_acquire_v3"(
     p_storage_key text, p_key text, p_token text,
     p_ttl double precision, p_grace double precision, p_holder jsonb,

@@ -1,17 +1,17 @@
--- Grant several keys, or none of them. The order of p_storage_keys is the order of locking: for each
--- key advisory(key), behind all of them fence row and lock row of each. The rest is for all keys.
+-- Grant several keys, or none of them. The order of p_storage_keys is the order of locking: first
+-- advisory(key) of each key, then fence row and lock row of each. The rest is for all keys.
 --
--- Answers a JSON array: place, answer. Place 0: an array of what the function for an acquire answers
--- for each key, which is granted. Else: what it answers for the key at that place, which is not; then
--- nothing was written.
+-- Answers a JSON array: place, answer. Place 0: an array with the answer of the function for an
+-- acquire for each key, which is granted. Else: that answer for the key at this place, which is not
+-- granted; then nothing was written.
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_acquire_many_v3"(
     p_storage_keys text[], p_keys text[], p_tokens text[], p_places text[],
     p_ttl double precision, p_grace double precision, p_holder jsonb,
     p_floor boolean, p_bound bigint, p_permits integer, p_door bigint
 ) RETURNS text LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp
--- A session that planned this while the table was small would else read all of it, for as long as
--- nobody analyses it.
+-- Otherwise, a session that planned this while the table was small would read all of it, until the
+-- table is analysed.
 SET seq_page_cost = 100 AS $body$
 DECLARE
     v_alone boolean := p_permits IS NOT DISTINCT FROM 1;

@@ -1,11 +1,12 @@
 -- Replace the ttl of a lease. Times are microseconds since 1970, p_ttl and p_grace are seconds.
--- Where somebody waits and the key becomes free sooner than before, it is called out.
+-- If the key has a waiter and becomes free sooner than before, a wake-up is sent.
 --
 -- Answers a JSON array: outcome, fence, acquired_at, expires_at, stop_requested.
 --
 -- outcome   extended   all of them
---           gone       no such record, another token, past free_at, settled, or shortened and over
---           busy       no answer within p_bound; the record stands
+--           gone       no such record, another token, past free_at, settled, or past the end that
+--                      an operator has set
+--           busy       no answer within p_bound; the record is unchanged
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_v3"(
     p_storage_key text, p_token text,
     p_ttl double precision, p_grace double precision, p_bound text

@@ -1,15 +1,15 @@
--- Extend several leases at once, each by its own ttl. Rows are locked in the order of their keys,
--- and a row that somebody holds is skipped: no lease waits on behalf of another. Nobody is called:
--- a lease that is renewed by the ttl that it has ends later than before.
+-- Extend several leases in one call, each by its own ttl. Rows are locked in the order of their keys.
+-- A row that another session has locked is skipped, so that no lease waits because of another. No
+-- wake-up is sent, because a lease that is renewed by the ttl that it has ends later than before.
 --
--- Answers a JSON array of what the function for one lease answers, in the order of the question.
+-- Answers a JSON array of the answers of the function for one lease, in the order of the arguments.
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_many_v3"(
     p_storage_keys text[], p_tokens text[], p_ttls double precision[],
     p_grace double precision, p_bound text
 ) RETURNS text LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp
--- A session that planned this while the table was small would else read all of it, for as long as
--- nobody analyses it.
+-- Otherwise, a session that planned this while the table was small would read all of it, until the
+-- table is analysed.
 SET seq_page_cost = 100 AS $body$
 DECLARE
     t bigint;

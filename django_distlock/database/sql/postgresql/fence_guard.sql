@@ -1,4 +1,4 @@
--- A fence that was handed out must never come again, not even by hand.
+-- A fence that was granted must never be granted again, not even after a change by hand.
 CREATE OR REPLACE FUNCTION "django_distlock_fencecounter_guard_v1"() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp AS $body$

@@ -1,11 +1,11 @@
--- Give a key back; or, with p_held, keep it taken without grace until acquired_at + p_held seconds.
+-- Release a key; or, with p_held, keep it held until acquired_at + p_held seconds, without grace.
 --
--- Where somebody waits, the key is called out: also where the record that goes was over.
+-- If the key has a waiter, a wake-up is sent, even if the deleted record had expired.
 --
--- outcome   released   the record went, or was settled
---           wanted     the same, and somebody waits for the key
+-- outcome   released   the record was deleted or settled
+--           wanted     the same, and the key has a waiter
 --           gone       no such record, another token, past free_at, or settled
---           busy       no answer within p_bound; the record stands
+--           busy       no answer within p_bound; the record is unchanged
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_release_v3"(
     p_storage_key text, p_token text, p_held double precision, p_bound text
 ) RETURNS text LANGUAGE plpgsql VOLATILE

@@ -1,5 +1,5 @@
 -- The secret of the numbers and channels of these locks: 244 bits, made once, kept by `flush`, and
--- known to nobody but the roles that are granted SELECT.
+-- readable only by the roles that are granted SELECT.
 CREATE TABLE IF NOT EXISTS "django_distlock_heldlock_salt" (
     one boolean PRIMARY KEY DEFAULT true CHECK (one),
     seed text NOT NULL
@@ -11,8 +11,8 @@ INSERT INTO "django_distlock_heldlock_salt" (seed) VALUES (
     pg_catalog.gen_random_uuid()::text || pg_catalog.gen_random_uuid()::text
 ) ON CONFLICT DO NOTHING;
 
--- What each session with a lock of its own was granted last; whether it still has that is what
--- pg_locks says. A crash ends the sessions and empties the table.
+-- The last grant of each session with a session lock; pg_locks says whether it still holds that. A
+-- crash ends the sessions and empties the table.
 CREATE UNLOGGED TABLE IF NOT EXISTS "django_distlock_heldlock_session" (
     pid integer PRIMARY KEY,
     storage_key text COLLATE "C" NOT NULL,

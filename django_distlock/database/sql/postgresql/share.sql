@@ -1,11 +1,11 @@
--- Grant a key that several share, or that somebody wants alone whom those may be in the way of: the
--- rule is `in_the_way` in core/sharing.py. p_place is the name of the new record, p_permits says how
--- many may hold the key (null: any number), p_door for how many microseconds nobody joins behind who
--- waits to be alone.
+-- Grant a key to a sharer, or exclusively where sharers may be in the way: the rule is `in_the_way`
+-- in core/sharing.py. p_place is the name of the new record, p_permits the number of holders that the
+-- key may have (null: any), p_door the microseconds for which nobody joins the sharers after an
+-- attempt of a waiter for the key alone.
 --
--- Answers, arguments and the order of locks are those of the function for an acquire. Those who share
--- have their turn at the same time, as transactions that share the key have, and the row of the fence
--- comes after it: whoever makes a place has that locked.
+-- Answers, arguments and the order of locks are those of the function for an acquire. Sharers share
+-- the advisory lock of the key, as transactions that share the key do. The row of the fence is locked
+-- after it, by every session that adds a sharer.
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_share_v3"(
     p_storage_key text, p_key text, p_token text,
     p_ttl double precision, p_grace double precision, p_holder jsonb,

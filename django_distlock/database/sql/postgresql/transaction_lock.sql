@@ -1,4 +1,4 @@
--- Lock keys for the transaction that calls. The order of p_storage_keys is the order of locking, and
+-- Lock keys for the caller's transaction. The order of p_storage_keys is the order of locking, and
 -- p_shared says which of them are shared.
 --
 -- Answers a JSON array: outcome, now, fence, acquired_at, expires_at, free_at, holder, place. What is
@@ -6,25 +6,25 @@
 --
 -- outcome   locked     until the transaction ends, or the savepoint around the call is rolled back
 --           snapshot   the transaction may not see a lease that was granted since it began
---           contended  a lease holds the key at `place`: the rest is about it
+--           contended  a lease holds the key at `place`: the other values are about the lease
 --           paused     an operator paused the key at `place`
---           busy       the key at `place` was not to be had within p_bound milliseconds, or most
---                      of statement_timeout: a transaction keeps it, an acquire is under way, or a
+--           busy       the key at `place` could not be locked within p_bound milliseconds, or most
+--                      of statement_timeout: a transaction holds it, an acquire is under way, or a
 --                      table is locked
 --           deadlock   the server found a circle of transactions that wait for each other
 --
--- What is not `locked` leaves nothing locked. With p_keep, `contended` keeps what the call has
--- locked: nobody else is granted these keys meanwhile, and the next call asks again.
+-- All outcomes but `locked` leave nothing locked. With p_keep, `contended` keeps what the call has
+-- locked: nobody else is granted these keys meanwhile, and the next call tries again.
 --
--- The number of a key is that of an acquire, so a lease and a transaction exclude each other: who
--- has the number looks for a lease, and an acquire has the number while it grants one. A guard has
--- the row of the fence, and begins before the end of its lease alone.
+-- The advisory lock of a key is that of an acquire, so a lease and a transaction exclude each other:
+-- a transaction that has it looks for a lease, and an acquire has it while it grants a lease. A guard
+-- locks the row of the fence, and can only begin before the end of its lease.
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_transaction_lock_v3"(
     p_storage_keys text[], p_shared boolean[], p_tokens text[], p_bound bigint, p_keep boolean
 ) RETURNS text LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp
--- A session that planned this while the table was small would else read all of it, for as long as
--- nobody analyses it.
+-- Otherwise, a session that planned this while the table was small would read all of it, until the
+-- table is analysed.
 SET seq_page_cost = 100 AS $body$
 DECLARE
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
