@@ -114,7 +114,7 @@ def single_flight(key: str, compute: Callable[[], Any] | None = None, **how: Unp
         cache: An alias in `CACHES`.
         on_error: What happens if `compute` raises. "raise": waiting callers get the error, too, or
             a `LockError` if it cannot be pickled; "compute": they compute one after the other;
-            "stale": the caller gets the stale value, if there is one, and the error is logged.
+            "stale": the computing one gets the stale value, if any, and the error is logged.
         on_conflict: What happens after `wait`. "raise": `LockNotAcquired`; "run": the value is
             computed without the lock.
         wait: Seconds (or a `timedelta`) to wait for a result.

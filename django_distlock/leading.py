@@ -106,7 +106,7 @@ class Leadership:
         return self._lease is not None and self._lease.held
 
     def gain(self, patience: float, block: ExitStack) -> Lease | None:
-        """Lead from here on, unless another process leads for all of `patience` seconds.
+        """Lead from here on, unless another candidate leads for all of `patience` seconds.
 
         Args:
             block: The block that holds the key. If attempts may be interrupted, each needs its own.
@@ -125,7 +125,7 @@ class Leadership:
         return self._lease
 
     def give_up(self, block: ExitStack) -> None:
-        """Let the next process lead immediately, if this one leads; for `block`, see `gain`."""
+        """Let the next candidate lead immediately, if this one leads; for `block`, see `gain`."""
         was_lost = self._lease is not None and self._lease.is_lost
         self._lease = None
         # A lost lease raises here, too, although the leader knows of the loss.
@@ -188,7 +188,7 @@ class Term:
         return self._lease
 
     def check(self) -> None:
-        """Raise if another process may lead: call it before a step that must not be done twice.
+        """Raise if another candidate may lead: call it before a step that must not be done twice.
 
         Raises:
             LockLost: The lease ended first.
@@ -263,7 +263,7 @@ class Leader:
         returns or raises `LockLost` or `FenceRejected`, the process campaigns again.
 
         Raises:
-            Exception: Any other error of `work`; another process may lead immediately.
+            Exception: Any other error of `work`; another candidate may lead immediately.
             LockUsageError: The candidate is already in use.
         """
         with self._listening():

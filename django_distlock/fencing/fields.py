@@ -56,7 +56,7 @@ class FenceField(models.PositiveBigIntegerField):  # type: ignore[type-arg]
             )
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:
-        """Return the lease's fence; without a lease, an insert's own, and an update's column."""
+        """Return the lease's fence; without a lease, the instance's for inserts, else the row's."""
         by: Fenced | None = getattr(model_instance, "_fenced_by", None)
         if add:
             value: int = super().pre_save(model_instance, add) if by is None else by.fence
