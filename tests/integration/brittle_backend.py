@@ -20,8 +20,9 @@ class ForgetfulBackend(DatabaseBackend):
 
 
 class SlowListBackend(MemoryBackend):
-    """A store that takes 50 ms for a page of its list."""
+    """A store that takes its time for a list."""
 
     def list(self, *args: Any, **kwargs: Any) -> Page:
+        """Return a page 50 ms later."""
         time.sleep(0.05)
         return super().list(*args, **kwargs)
