@@ -239,6 +239,11 @@ class Use:
     def _is_free(self, template: BaseDatabaseWrapper) -> bool:
         if not self._single or template.connection is not None or template.in_atomic_block:
             return is_free(template, single=self._single)
+        # Sixty threads that wait for locks would open sixty. A pool bounds how many they open, and
+        # the main thread, as of a Celery worker, needs its own connection for its work.
+        shares = threading.current_thread() is not threading.main_thread()
+        if shares and not template.settings_dict["OPTIONS"].get("pool"):
+            return False
         # Opening it takes several round trips.
         self._lent = template
         self._watch(template)
