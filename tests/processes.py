@@ -101,7 +101,7 @@ class Process:
     ) -> None:
         self.kill()
 
-    def wait_for(self, line: str, timeout: float = 20) -> None:
+    def wait_for(self, line: str, timeout: float = 60) -> None:
         """Return when the function has printed this line."""
         give_up = time.monotonic() + timeout
         while (printed := self._next(give_up)) != line:
