@@ -24,7 +24,7 @@ from .report import Result, facts, show, warnings, write
 
 BENCHMARKS = (
     "latency", "roundtrips", "sizes", "scale", "throughput", "redis", "advisory", "handoff",
-    "fairness", "contention", "beats", "fencing", "operators",
+    "fairness", "contention", "load", "beats", "fencing", "operators",
 )  # fmt: skip
 
 

@@ -81,22 +81,24 @@ def run(options: Options) -> Result:
         for _ in range(rounds):
             random.shuffle(names)
             for name in names:
-                found[name] += _outcomes(team.turn(PROCESSES, seconds, contender, name))
-    figures = {name: _figure(found[name]) for name in SIDES if name in found}
+                found[name] += outcomes(team.turn(PROCESSES, seconds, contender, name))
+    figures = {name: figure(found[name]) for name in SIDES if name in found}
     about = f"{PROCESSES} processes, {seconds:g} s, {rounds} rounds"
     return Result({"figures": figures, "left_out": missing}, [_sheet(figures, about, missing)])
 
 
-def _outcomes(tallies: Sequence[Tally]) -> list[str]:
+def outcomes(tallies: Sequence[Tally]) -> list[str]:
+    """Return what came of each turn."""
     return [each for tally in tallies for each in tally.outcomes.elements()]
 
 
-def _figure(outcomes: Sequence[str]) -> dict[str, float]:
-    waits = sorted(float(each) for each in outcomes if each != GAVE_UP)
+def figure(said: Sequence[str]) -> dict[str, float]:
+    """Return how many turns there were, and how long they took."""
+    waits = sorted(float(each) for each in said if each != GAVE_UP)
     last = len(waits) - 1
     return {
         "turns": len(waits),
-        "gave_up": len(outcomes) - len(waits),
+        "gave_up": len(said) - len(waits),
         **{name: waits[round(part * last)] if waits else 0.0 for name, part in QUANTILES.items()},
     }
 

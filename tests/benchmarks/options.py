@@ -22,6 +22,7 @@ class Options:
         contestants: How many processes compete for one key.
         contest_seconds: How long they do, at a time.
         leases: How many leases a heartbeat renews.
+        load_seconds: How long an open load lasts, for each store and delay.
     """
 
     rounds: int = 30
@@ -36,9 +37,11 @@ class Options:
     contestants: int = 12
     contest_seconds: float = 4.0
     leases: tuple[int, ...] = (1, 100, 1_000, 10_000)
+    load_seconds: float = 20.0
 
 
 QUICK = Options(
     rounds=2, slice_ms=1, seconds=0.05, clients=(2,), keys=(50, 200), rows=500, handoffs=2,
     held_seconds=3.0, pairs=20, contestants=3, contest_seconds=0.3, leases=(1, 20),
+    load_seconds=0.3,
 )  # fmt: skip

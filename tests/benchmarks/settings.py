@@ -56,9 +56,15 @@ if POOLER:
         "DISABLE_SERVER_SIDE_CURSORS": True,
     }  # fmt: skip
 
+#: The ports of proxies in front of the servers, which delay their answers.
+WIRED = os.environ.get("DISTLOCK_BENCH_WIRED")
+if WIRED:
+    DATABASES["wired"] = {**postgres("default"), "HOST": "127.0.0.1", "PORT": WIRED}
+
 REDIS = os.environ.get("DISTLOCK_BENCH_REDIS_URL", "redis://127.0.0.1:6379/0")
+WIRED_REDIS = os.environ.get("DISTLOCK_BENCH_WIRED_REDIS", REDIS)
 #: Of the peer that locks through a cache.
-CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": REDIS}}
+CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": WIRED_REDIS}}
 #: A peer that warns of each attempt that loses; and that nobody can listen behind a pooler.
 LOUD = ["redis_lock", *(["django_distlock"] if POOLER else [])]
 LOGGING = {"version": 1, "loggers": {name: {"level": "ERROR"} for name in LOUD}}
@@ -110,6 +116,11 @@ DISTLOCK: dict[str, dict[str, Any]] = {
         for name in ("advisory", "advisory-fresh")
     },
     **({"mariadb": locks("mariadb")} if MARIADB else {}),
+    **({"wired": locks("wired", "wired")} if WIRED else {}),
+    "wired-redis": {
+        "BACKEND": "django_distlock.backends.redis.RedisBackend",
+        "OPTIONS": {"url": WIRED_REDIS},
+    },
     **({"pooled": locks("pooled", "pooled")} if POOLER else {}),
     **{name: locks(name) for name in EXTRA},
 }

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 TOGETHER = (
     ("latency", "roundtrips", "sizes", "scale", "throughput"),
     ("redis", "advisory"),
-    ("handoff", "fairness", "contention", "beats", "fencing"),
+    ("handoff", "fairness", "contention", "load", "beats", "fencing"),
     ("operators",),
 )
 #: With a thousand locks, or with many processes, or many of them: these run by night.
