@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
@@ -130,6 +130,8 @@ class Mutant:
     test: str
     #: Which of the test's cases; "" where it has none.
     case: str = "{backend}"
+    #: Another test that catches a fault outside the protocol, where random operations do not get.
+    also: str = ""
 
     @property
     def test_id(self) -> str:
@@ -1205,6 +1207,11 @@ def judged_by_agreement() -> list[Mutant]:
     ]
 
 
+def judged_by_another_test() -> list[Mutant]:
+    """Return the other faults, to be judged by a second test each."""
+    return [replace(each, test=each.also, case="") for each in MUTANTS if each.also]
+
+
 def met_on(mutant: Mutant) -> str:
     """Return the store that such histories are to run on."""
     # The dictionary uses the rules for records as much as databases do, and Redis does not.
@@ -1355,8 +1362,12 @@ def main() -> None:
     """Try every mutant, and exit with 1 if one survives."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", action="store_true", help="print faults and tests, run nothing")
-    parser.add_argument(
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument(
         "--agreement", action="store_true", help="see which faults random operations show"
+    )
+    others.add_argument(
+        "--also", action="store_true", help="see faults outside the protocol fail a second test"
     )
     parser.add_argument("fault", nargs="?", default="", help="only faults with this in their name")
     arguments = parser.parse_args()
@@ -1366,7 +1377,11 @@ def main() -> None:
     if arguments.agreement:
         # Six seeds, of which the later ones meet what takes a second.
         os.environ.setdefault("DISTLOCK_TEST_EXAMPLES", "3")
-    every = judged_by_agreement() if arguments.agreement else MUTANTS
+    every: Sequence[Mutant] = MUTANTS
+    if arguments.agreement:
+        every = judged_by_agreement()
+    elif arguments.also:
+        every = judged_by_another_test()
     chosen = [each for each in every if arguments.fault in each.fault]
     chosen.sort(key=lambda each: not each.test.startswith(WAIT_IN_VAIN))
     # They wait for most of their time. A history keeps up to 50 of the 200 clients of a server.
