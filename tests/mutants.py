@@ -727,6 +727,7 @@ MUTANTS = (
             "::test_form_that_django_does_not_parse_is_compared_by_its_body"
         ),
         case="",
+        also="tests/integration/test_idempotency.py::test_another_file_put_under_the_key_is_refused",
     ),
     Mutant(
         "a stale holder creates a deleted row again", "redis", "django_distlock/locks/state.py",
@@ -826,6 +827,7 @@ MUTANTS = (
         "default", "django_distlock/contrib/monitoring/alerts.yml",
         old=r"\[2m\]\)\) > 2\n        for: 3m", new=r"[5m])) > 5\n        for: 5m",
         test="tests/integration/test_metrics_alarms.py::test_no_alarm_in_a_healthy_hour", case="",
+        also="tests/integration/test_metrics_alarms.py::test_alarm_of_an_outage_ends",
     ),
     Mutant(
         "a waiting candidate for leader counts as a timeout",
@@ -833,6 +835,7 @@ MUTANTS = (
         old=r"cause.holder is not None and cause.holder.leads", new="False",
         test="tests/integration/test_metrics_prometheus.py::test_refusal_says_for_how_long_the_key_was_held",
         case="",
+        also="tests/integration/test_metrics_opentelemetry.py::test_candidate_that_stands_by_is_no_timeout",
     ),
     Mutant(
         "a task that could not be sent keeps its key",
@@ -1009,6 +1012,7 @@ MUTANTS = (
         new="if prefix:\n            return True\n        if not key:",
         test="tests/integration/test_metrics_prometheus.py::test_what_clients_choose_is_in_no_label",
         case="",
+        also="tests/integration/test_metrics_opentelemetry.py::test_names_that_clients_choose_are_in_no_attribute",
     ),
     Mutant(
         "a schedule that never started is not reported as overdue",
@@ -1016,6 +1020,7 @@ MUTANTS = (
         old=r"if noted is None:", new="if noted:",
         test="tests/integration/test_metrics_prometheus.py::test_schedule_that_nothing_starts_is_overdue",
         case="",
+        also="tests/integration/test_metrics_opentelemetry.py::test_gauges_are_asked_for",
     ),
     Mutant(
         "a Redis with other data is taken for the same one",
@@ -1030,6 +1035,7 @@ MUTANTS = (
         old=r" or holder.leads", new="",
         test="tests/integration/test_metrics_prometheus.py::test_oldest_holding_has_its_age_by_prefix",
         case="",
+        also="tests/integration/test_metrics_opentelemetry.py::test_leader_is_not_what_is_held_the_longest",
     ),
     Mutant(
         "the time in the queue counts as silence of the store", "all",
@@ -1101,34 +1107,40 @@ MUTANTS = (
         "each waiter computes the value again", "redis", "django_distlock/flights.py",
         old=r"if not found\.is_fresh:\n", new="if True:\n",
         test="tests/integration/test_flights.py::test_many_threads_of_processes_compute_once",
+        also="tests/integration/test_flights.py::test_key_that_was_waited_for_is_looked_up_again[called]",
     ),
     Mutant(
         "a value that comes after the lease has ended is kept",
         "memory", "django_distlock/flights.py",
         old="if lease is None or lease.held:", new="if True:",
         test="tests/integration/test_flights.py::test_who_lost_the_lock_keeps_nothing", case="",
+        also="tests/integration/test_flights.py::test_value_of_a_lock_that_an_operator_released_is_not_kept",
     ),
     Mutant(
         "a response goes to another client with the same key",
         "default", "django_distlock/idempotency.py",
         old=r'return f"\{user.*?", client or ""', new='return "", client or "all"',
         test="tests/integration/test_idempotency.py::test_users_share_no_key", case="",
+        also="tests/integration/test_idempotency.py::test_framework_takes_a_request_once[/api/class/-False]",
     ),
     Mutant(
         "an error is answered again for a day", "default", "django_distlock/idempotency.py",
         old="if status >= 500 or", new="if",
         test="tests/integration/test_idempotency.py::test_what_is_not_kept_is_rolled_back", case="",
+        also="tests/integration/test_idempotency.py::test_refusal_of_a_lock_is_not_kept",
     ),
     Mutant(
         "a leader's term outlasts its lease", "postgres", "django_distlock/leading.py",
         old=r"lasts = lease\.held and not \(", new="lasts = not (",
         test="tests/contract/test_leader.py::test_term_ends_with_its_lease",
+        also="tests/contract/test_leader.py::test_block_leads[postgres]",
     ),
     Mutant(
         "a leader goes on after it was told to stop", "postgres", "django_distlock/leading.py",
         old=r" or self\._leader\._is_stopped", new="",
         test="tests/contract/test_leader.py::test_leader_that_is_told_to_end_steps_down",
         case="{backend}-run",
+        also="tests/contract/test_leader.py::test_signal_is_handled_as_before_behind_the_block[postgres]",
     ),
     Mutant(
         "one holder more than there are permits", "memory", "django_distlock/core/sharing.py",

@@ -38,12 +38,15 @@ from django_distlock import (
 )
 from django_distlock.core.declarations import Kind, declarations, declared
 from django_distlock.core.keys import OWN_MARKER, own_key
+from django_distlock.process import event_log
 from django_distlock.testing import lose_connection
 from tests.contract.helpers import Later, crew, prompt, there
 from tests.contract.locking import Heard, eventually, take_away
 from tests.interrupting import interrupt_at
 from tests.processes import spawn
 from tests.shop.models import Row
+
+from .operating import run
 
 #: Calls a function, or awaits it in a loop of its own.
 WAYS = ("called", "awaited")
@@ -569,6 +572,25 @@ def test_who_lost_the_lock_keeps_nothing(key: str) -> None:
 
     assert single_flight(key, compute, timeout=60, backend="memory") == "early"
     assert caches["default"].get(key) == "later"
+
+
+def test_value_of_a_lock_that_an_operator_released_is_not_kept(key: str) -> None:
+    """It is for its own caller. Who asks next computes the value anew, and that one is kept."""
+    runs: list[str] = []
+
+    @single_flight("summary:{name}", timeout=60, stale=60, cache="shared", backend="redis")
+    def numbered(name: str) -> int:
+        runs.append(name)
+        if len(runs) == 1:
+            lease = there(current_lease())
+            options = "--backend=redis", "--force", "--reason", "it hangs"
+            assert Later(run, "distlock_release", lease.key, *options).result().status == 0
+            with pytest.raises(LockLost):
+                lease.extend()
+        return len(runs)
+
+    assert [numbered(key) for _ in range(3)] == [1, 2, 2]
+    event_log.finish()
 
 
 def test_task_that_lost_the_lock_is_told(key: str) -> None:

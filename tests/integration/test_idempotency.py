@@ -25,7 +25,7 @@ from django.db import IntegrityError, connections, transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse, QueryDict, StreamingHttpResponse
 from django.template.response import TemplateResponse
 from django.test import Client, RequestFactory, override_settings
-from django.test.client import encode_multipart
+from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
@@ -34,13 +34,16 @@ from rest_framework.decorators import api_view, authentication_classes, permissi
 from rest_framework.parsers import BaseParser
 from rest_framework.permissions import BasePermission
 
-from django_distlock import InvalidArgument, LockUsageError, idempotency
+from django_distlock import InvalidArgument, LockUsageError, distlock, idempotency
+from django_distlock.core.declarations import declared
 from django_distlock.idempotency import KEPT_HEADERS, idempotent
 from django_distlock.inspection import prune_responses
 from django_distlock.models import StoredResponse
+from django_distlock.testing import lose_connection
+from django_distlock.views import locked_view
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later, at_once, prompt
-from tests.contract.locking import eventually, rolled_back
+from tests.contract.locking import eventually, held_elsewhere, rolled_back
 from tests.processes import spawn
 from tests.shop.models import Row
 
@@ -56,6 +59,8 @@ def _nothing_is_kept() -> Iterator[None]:
     yield
     StoredResponse.objects.all().delete()
     Row.objects.all().delete()
+    # The checks of other tests are not about what is decorated here.
+    declared.clear()
 
 
 def request(
@@ -324,6 +329,19 @@ def test_what_is_not_kept_is_rolled_back() -> None:
         assert view(request(str(status))).status_code == status
         assert paid() == number
         assert [view(request(str(status))).status_code for _ in range(2)] == [201, 201]
+
+
+def test_refusal_of_a_lock_is_not_kept() -> None:
+    """A request that finds the key held, or its store away, runs when it is sent again."""
+    lock = distlock("pay:refused", backend="memory")
+    locked = locked_view(lock.key, wait=0, on_unavailable="skip", backend="memory")
+    view = idempotent()(locked(pay))
+    with lose_connection("memory"):
+        assert [view(request()).status_code for _ in range(2)] == [503, 503]
+    with held_elsewhere(lock):
+        assert view(request()).status_code == 409
+    assert not StoredResponse.objects.exists()
+    assert numbers(view, request(), request()) == [1, 1]
 
 
 def test_view_that_rolls_back_or_has_no_response_is_not_kept() -> None:
@@ -718,6 +736,8 @@ class Dispatching(View):
         """Pay."""
         return pay(request)
 
+    put = post
+
 
 urlpatterns = [
     path("api/class/", Api.as_view()),
@@ -771,6 +791,21 @@ def test_form_of_the_framework_is_compared_by_its_parts() -> None:
         for content in (b"1", b"1", b"2")
     ]
     assert files == [201, 201, 422]
+    assert paid() == 1
+
+
+def test_another_file_put_under_the_key_is_refused() -> None:
+    """Through all of Django, which leaves the form of a PUT to the view."""
+
+    def put(content: bytes) -> int:
+        data = encode_multipart(BOUNDARY, upload("x.txt", content))
+        with override_settings(ROOT_URLCONF=__name__):
+            answer = Client().put(
+                "/dispatching/", data, MULTIPART_CONTENT, headers={"Idempotency-Key": "k"}
+            )
+        return answer.status_code
+
+    assert [put(content) for content in (b"1", b"1", b"2")] == [201, 201, 422]
     assert paid() == 1
 
 

@@ -250,6 +250,13 @@ def test_alarm_knows_the_buckets_of_a_collector(promtool: str, tmp_path: Path) -
     assert evaluate(promtool, tmp_path, series, {"DistlockKeyHeldLong": {40}}) == ""
 
 
+def test_alarm_of_an_outage_ends(promtool: str, tmp_path: Path) -> None:
+    """Ten minutes without the store wake somebody, and not again when it has been back for two."""
+    series = {**HEALTHY, acquires("unavailable"): brief("0+5x39 195x160")}
+    expected = {"DistlockStoreUnavailable": {18, *(-minute for minute in range(23, 60))}}
+    assert evaluate(promtool, tmp_path, series, expected) == ""
+
+
 def test_alarm_of_a_stall_ends(promtool: str, tmp_path: Path) -> None:
     """Some minutes behind a late beat, the alarm is over."""
     series = {**HEALTHY, **FAULTS["DistlockHeartbeatLate"]}

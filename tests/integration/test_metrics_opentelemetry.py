@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,7 +24,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from django_distlock import LockLost, LockNotAcquired, distlock, lock_backends
+from django_distlock import (
+    LockLost,
+    LockNotAcquired,
+    distlock,
+    leader,
+    leading,
+    lock_backends,
+)
 from django_distlock.contrib import opentelemetry
 from django_distlock.contrib.metrics.gauges import PATIENCE
 from django_distlock.contrib.metrics.instruments import (
@@ -127,6 +135,51 @@ def test_gauges_are_asked_for(key: str, told: Told) -> None:
         assert told.point("schedule_overdue", backend="sqlite", prefix=name).value > 38
         names = {each.name for each in INSTRUMENTS if each.kind == "gauge"}
         assert names <= set(told.points())
+
+
+def test_leader_is_not_what_is_held_the_longest(key: str, told: Told) -> None:
+    """It leads for days, as it should; what others work under meanwhile is shown."""
+    aliases = ("sqlite", "redis")
+    with override_settings(DISTLOCK=settings.DISTLOCK), ExitStack() as held:
+        for alias in aliases:
+            held.enter_context(leader(key, backend=alias))
+            held.enter_context(distlock(f"{key}:1", backend=alias))
+        shown = [each.attributes for each in told.points()["distlock.oldest_holding"]]
+    assert all({"backend": alias, "prefix": key} in shown for alias in aliases)
+    assert own_key("leader") not in {each["prefix"] for each in shown}
+
+
+def test_candidate_that_stands_by_is_no_timeout(
+    key: str, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it campaigns in vain, neither its spans nor the counter say so."""
+    monkeypatch.setattr(leading, "PATIENCE", 0.05)
+
+    def outcomes() -> set[Any]:
+        spans = told.spans("distlock.acquire")
+        return {dict(each.attributes or {})["distlock.outcome"] for each in spans} - {"acquired"}
+
+    with leader(key, backend="memory"):
+        candidate = leader(key, backend="memory")
+        standing_by = Later(candidate.run, lambda _: None)
+        assert eventually(lambda: bool(outcomes()))
+        candidate.stop()
+        standing_by.result()
+    assert outcomes() == {"standby"}
+    labels = {"backend": "memory", "prefix": own_key("leader")}
+    assert told.point("acquire", outcome="timeout", **labels).value == 0
+
+
+def test_names_that_clients_choose_are_in_no_attribute(key: str, told: Told) -> None:
+    """Neither of a span nor of a measurement: a key is under its prefix if the code names that."""
+    for each in (key, "ada@example.org", f"{key}-1"):
+        with distlock(f"{each}:1", backend="memory"):
+            pass
+    spans = [dict(each.attributes or {}) for each in told.spans("distlock.hold")]
+    assert [each["distlock.prefix"] for each in spans] == [key, "other", "other"]
+    acquired = {"backend": "memory", "outcome": "acquired"}
+    assert told.point("acquire", prefix="other", **acquired).value == 2
+    assert "ada" not in repr(told.points())
 
 
 def test_nothing_is_measured_where_it_was_uninstalled(key: str, told: Told) -> None:
