@@ -10,23 +10,34 @@ import pytest
 from tests.chaos.__main__ import STORES
 from tests.chaos.mutants import EXPRESSED, chosen
 from tests.chaos.summary import FAULTS as BESIDE
-from tests.mutants import MUTANTS, ROOT, Mutant, Slot, catches
+from tests.mutants import MUTANTS, PROTOCOL, ROOT, Mutant, Slot, catches
 from tests.simulation.mutants import FAULTS
 
 
 def has_its_place(mutant: Mutant) -> bool:
-    """Say whether the line that a fault changes, and the test that catches it, exist."""
-    path, _, name = mutant.test.partition("::")
-    kind, _, name = name.rpartition("::")
+    """Say whether the line that a fault changes, and the tests that catch it, exist."""
     line = re.search(mutant.old, (ROOT / mutant.file).read_text(encoding="utf-8"))
+    return bool(line) and all(map(exists, filter(None, (mutant.test, mutant.also))))
+
+
+def exists(test: str) -> bool:
+    """Say whether there is such a test, whatever its case."""
+    path, _, name = test.partition("[")[0].partition("::")
+    kind, _, name = name.rpartition("::")
     # A class of ours inherits its tests from the exported contract.
     path = "django_distlock/testing/contract.py" if kind else path
-    return bool(line) and f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
+    return f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
 
 
 def test_faults_have_their_places() -> None:
     """What a fault changes, and what catches it, is there."""
     assert [each for each in (*MUTANTS, *FAULTS) if not has_its_place(each)] == []
+
+
+def test_faults_outside_the_protocol_have_a_second_test() -> None:
+    """Random operations do not get there: another test stands for them."""
+    others = [each for each in MUTANTS if each.file.split("/")[1] not in PROTOCOL]
+    assert [each.fault for each in others if each.also.partition("[")[0] in ("", each.test)] == []
 
 
 def test_faults_of_the_simulation_are_found_by_named_tests() -> None:
