@@ -189,12 +189,14 @@ MUTANTS = (
         "redis", "django_distlock/contrib/celery/failed.py",
         old=r"filter\(pk=row.pk, sent_at=None\)", new="filter(pk=row.pk)",
         test="tests/celery/test_outages.py::test_two_operators_send_a_task_once",
+        also="tests/celery/test_locked_task.py::test_failed_task_that_another_operator_sends_meanwhile",
     ),
     Mutant(
         "a queued task is visible between two retries only",
         "default", "django_distlock/contrib/celery/runs.py",
         old=r"if state != states.RETRY:\n", new="if True:\n",
         test="tests/celery/test_traps_policies.py::test_c2_waiting_in_the_queue_is_seen",
+        also="tests/celery/test_locked_task.py::test_task_that_goes_round_is_one_who_retries",
     ),
     Mutant(
         "a queued task is not listed", "mariadb", "django_distlock/managers/waiter.py",
@@ -717,6 +719,7 @@ MUTANTS = (
         "django_distlock/contrib/celery/deliveries.py",
         old=r"if run_of\(request\) is not None:", new="if False:",
         test="tests/celery/test_locked_task.py::test_task_that_calls_itself", case="",
+        also="tests/celery/test_locked_task.py::test_run_of_a_class_above",
     ),
     Mutant(
         "a form that nobody has parsed is compared by nothing", "default",
@@ -807,6 +810,7 @@ MUTANTS = (
         "postgres", "django_distlock/contrib/celery/beats.py",
         old=r"raise Moved\n        self\._doubts", new=r"pass\n        self._doubts",
         test="tests/celery/test_beat_marks.py::test_one_of_two_moves_a_mark",
+        also="tests/celery/test_beat_marks.py::test_mark_that_was_moved_is_not_sent[postgres]",
     ),
     Mutant(
         "a beat trusts the clock of the beat before it",
@@ -814,6 +818,7 @@ MUTANTS = (
         old=r"made_at = min\(record.acquired_at \+ self._own_lead\(\), now\)",
         new="made_at = sent_at",
         test="tests/celery/test_beat_marks.py::test_tick_that_was_sent_early_is_not_sent_again",
+        also="tests/celery/test_beat_marks.py::test_clock_that_was_ahead_silences_nobody[postgres-ahead0]",
     ),
     Mutant(
         "the mark of a beat ends with its process",
@@ -821,6 +826,7 @@ MUTANTS = (
         old=r"replace\(current_holder\(told\), pid=0, started_at=None, thread=\"\"\)",
         new="current_holder(told)",
         test="tests/integration/test_distlock_doctor_kept.py::test_what_no_process_holds_is_not_dead",
+        also="tests/celery/test_beat_marks.py::test_mark_is_not_taken_from_a_beat_that_is_gone[postgres]",
     ),
     Mutant(
         "an alarm fires after the trouble has ended",
@@ -844,6 +850,7 @@ MUTANTS = (
         new=r"except BaseException:",
         test="tests/celery/test_locked_task.py::test_sending_that_fails_gives_the_key_back",
         case="",
+        also="tests/celery/test_limits.py::test_call_that_cannot_be_sent_keeps_no_place[default]",
     ),
     Mutant(
         "queued tasks fail while the store is unavailable",
@@ -851,12 +858,14 @@ MUTANTS = (
         old=r'"retry" if self._is_late else "raise"', new='"raise"',
         test="tests/celery/test_outages.py::test_queued_tasks_outlast_an_outage",
         case="default-late",
+        also="tests/celery/test_locked_task.py::test_task_that_comes_late_outlasts_an_outage",
     ),
     Mutant(
         "a refused task keeps its unique key", "postgres", "django_distlock/contrib/celery/runs.py",
         old=r"if is_over:\n                self", new="if False:\n                self",
         test="tests/celery/test_traps_queueing.py::test_refused_unique_task_frees_its_key",
         case="default",
+        also="tests/celery/test_locked_task.py::test_keys_of_a_task_that_runs_without_its_lock[None]",
     ),
     Mutant(
         "a canvas waits for a task that was never sent",
@@ -864,6 +873,7 @@ MUTANTS = (
         old=r"is_awaited = follows or task_id is not None or any", new="is_awaited = any",
         test="tests/celery/test_traps_queueing.py::test_what_a_canvas_waits_for_is_sent_though_the_key_is_taken",
         case="default",
+        also="tests/celery/test_locked_task.py::test_duplicate_that_is_awaited_is_sent[follows]",
     ),
     Mutant(
         "the key of a queued task is taken for an orphan",
@@ -871,6 +881,7 @@ MUTANTS = (
         old=r"found \|= _listed\(", new="_listed(",
         test="tests/celery/test_orphans.py::test_purged_tasks_leave_keys_that_are_found",
         case="default",
+        also="tests/celery/test_orphans.py::test_keys_are_dropped_and_told[default]",
     ),
     Mutant(
         "a conflict inside the body is taken for one about the task",
@@ -1205,6 +1216,7 @@ MUTANTS = (
         "django_distlock/contrib/celery/backlog.py",
         old=r" or store\.notes\.get\(_note\(place\.task_id\)\) == number", new="",
         test="tests/celery/test_limits.py::test_full_backlog_replaces_the_oldest",
+        also="tests/celery/test_locked_task.py::test_call_like_one_that_was_replaced_is_queued",
     ),
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from celery import Celery
 from celery.schedules import crontab
 from django.test import override_settings
 
-from django_distlock import InvalidArgument, InvalidLockBackend, distlock
+from django_distlock import InvalidArgument, InvalidLockBackend, LockNotAcquired, distlock
 from django_distlock.contrib.celery import beats
 from django_distlock.contrib.celery.beats import Mark, Marks, Moved, mark_key
 from django_distlock.contrib.celery.scheduler import AGAIN, DistlockScheduler, _reserve_numbers
@@ -249,6 +249,24 @@ def test_marks_are_renewed(make: Callable[..., DistlockScheduler]) -> None:
     run(beat)
     expires_at = there(stored(beat).expires_at)
     assert expires_at - datetime.now(UTC) > timedelta(days=6)
+
+
+def leave_mark(key: str, alias: str) -> None:
+    """Be a beat that knows how often an entry was sent, and ends."""
+    Marks(lock_backends[alias], key).learn("a", datetime.now(UTC), 3)
+
+
+def test_mark_is_not_taken_from_a_beat_that_is_gone(key: str, alias: str) -> None:
+    """Whoever may take what a dead process held does not get it, and the next beat reads it."""
+    with spawn("tests.celery.test_beat_marks:leave_mark", key, alias) as process:
+        process.result()
+    name = own_key(mark_key(key, "a"))
+    lock = distlock(name, backend=alias, ttl=60, wait=0, steal_if_dead=True)
+    with pytest.raises(LockNotAcquired):
+        lock.acquire()
+    marks = Marks(lock_backends[alias], key)
+    marks.learn("a", datetime.now(UTC), 0)
+    assert there(marks.get("a")).runs == 3
 
 
 def test_second_beat_stands_by_and_says_whom_it_waits_for(

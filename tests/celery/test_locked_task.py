@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from celery.exceptions import Ignore, OperationalError, Reject, SoftTimeLimitExc
 from celery.signals import before_task_publish, task_postrun
 from celery.utils.imports import symbol_by_name
 from django.core.checks import CheckMessage
+from django.core.management import CommandError, call_command
 from django.db import transaction
 from django.test import override_settings
 from django.utils import timezone
@@ -871,6 +873,25 @@ def test_call_like_one_that_was_replaced_is_queued(app: Celery) -> None:
     assert not held_now()
 
 
+@pytest.mark.parametrize(
+    "options", [{"task_id": "an-id"}, {"parent_id": "another"}], ids=["named", "follows"]
+)
+def test_duplicate_that_is_awaited_is_sent(app: Celery, options: dict[str, str]) -> None:
+    """Whoever waits for its id gets a marker from the worker that skips it."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(unique="{number}")
+    def work(number: int) -> None: ...
+
+    with queue_of(app) as next_message:
+        first = work.delay(7)
+        awaited = work.apply_async((7,), **options)
+        assert awaited.id != first.id
+        assert next_message().headers["id"] == first.id
+        assert deliver(work, 7, **next_message().headers) == awaited.id
+    assert awaited.get()["holder"]["task_id"] == first.id
+
+
 def test_result_of_a_duplicate_may_be_ignored(app: Celery) -> None:
     """As that of the first call: it is not stored, and `get()` would wait for it."""
 
@@ -1245,6 +1266,49 @@ def test_message_that_is_sent_again_has_not_been_dead(app: Celery) -> None:
             assert given.keys() & next_message().headers == {"x-trace"}
 
 
+def test_task_that_goes_round_is_one_who_retries(key: str) -> None:
+    """Between two deliveries it is seen as behind the first one; its run ends that."""
+
+    def seen() -> list[Any]:
+        waiting = lock_backends["default"].waiters.of(key)
+        return [[each.holder.task_id, each.is_retrying] for each in waiting]
+
+    broker, results = "memory://", "cache+memory://"
+    with Celery("round", set_as_current=False, broker=broker, backend=results) as app:
+
+        @app.task(shared=False)
+        @locked_task("{key}", on_conflict="retry", ttl=60)
+        def work(key: str) -> list[Any]:
+            return seen()
+
+        with queue_of(app) as next_message:
+            with hold(key):
+                task_id = deliver(work, key)
+                for _ in range(2):
+                    assert seen() == [[task_id, True]]
+                    deliver(work, key, **next_message().headers)
+                assert seen() == [[task_id, True]]
+            deliver(work, key, **next_message().headers)
+        assert work.AsyncResult(task_id).get() == seen() == []
+
+
+def test_task_that_comes_late_outlasts_an_outage(app: Celery) -> None:
+    """It goes back to its queue, and no retry of its own is burnt."""
+
+    @app.task(shared=False, acks_late=True, bind=True, max_retries=0)
+    @locked_task("{number}")
+    def work(self: Any, number: int) -> tuple[str, int]:
+        return key_now(), self.request.retries
+
+    with queue_of(app) as next_message:
+        with lose_connection():
+            task_id = deliver(work, 7)
+            assert work.AsyncResult(task_id).state == "RETRY"
+            deliver(work, 7, **next_message().headers)
+        assert deliver(work, 7, **next_message().headers) == task_id
+    assert work.AsyncResult(task_id).get() == ["7", 0]
+
+
 def test_message_that_cannot_be_sent_again(app: Celery) -> None:
     """To be delivered again would not help: the task fails."""
 
@@ -1275,6 +1339,19 @@ def test_task_that_cannot_be_queued_again_is_delivered_again(app: Celery) -> Non
     assert [each.requeue for each in ends] == [True]
 
 
+def kept(task: Any) -> FailedTask:
+    """Keep a task that an outage has ended before its body."""
+    body = base64.b64encode(b"[[7], {}]").decode()
+    return FailedTask.objects.create(
+        task_id=uuid.uuid4().hex,
+        task=task.name,
+        backend="default",
+        key="7",
+        failed_at=timezone.now(),
+        message={"type": "application/json", "encoding": "utf-8", "body": body},
+    )
+
+
 def test_failed_task_that_is_dropped_stays_listed(app: Celery) -> None:
     """To send it again was in vain where its backlog is full."""
 
@@ -1282,15 +1359,7 @@ def test_failed_task_that_is_dropped_stays_listed(app: Celery) -> None:
     @locked_task("{number}", max_queued=1, on_full="drop")
     def work(number: int) -> None: ...
 
-    body = base64.b64encode(b"[[7], {}]").decode()
-    row = FailedTask.objects.create(
-        task_id=uuid.uuid4().hex,
-        task=work.name,
-        backend="default",
-        key="7",
-        failed_at=timezone.now(),
-        message={"type": "application/json", "encoding": "utf-8", "body": body},
-    )
+    row = kept(work)
     with queue_of(app):
         work.delay(7)
         with pytest.raises(LockNotAcquired, match="not queued: backlog_full"):
@@ -1298,6 +1367,35 @@ def test_failed_task_that_is_dropped_stays_listed(app: Celery) -> None:
     row.refresh_from_db()
     assert row.sent_at is None
     failed.drop(row)
+
+
+def test_failed_task_that_another_operator_sends_meanwhile(
+    app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command has read the list before that, sends what is left, and says what was not."""
+
+    @app.task(shared=False)
+    def work(number: int) -> None: ...
+
+    monkeypatch.setattr(_state._tls, "current_app", app)
+    first, second = kept(work), kept(work)
+    told = StringIO()
+
+    def send(**_: Any) -> None:
+        before_task_publish.disconnect(send)
+        failed.send(app, second)
+
+    with queue_of(app) as next_message:
+        before_task_publish.connect(send)
+        with pytest.raises(CommandError, match="could not be processed"):
+            call_command("distlock_replay", send=[first.pk, second.pk], json=True, stdout=told)
+        messages = [next_message() for _ in range(3)]
+    document = json.loads(told.getvalue())
+    assert [each["id"] for each in document["done"]] == [first.pk]
+    assert [each["code"] for each in document["failures"]] == ["already_sent"]
+    assert [each is None for each in messages] == [False, False, True]
+    for row in (first, second):
+        failed.drop(row)
 
 
 def test_import_before_the_apps_are_loaded(project: Callable[..., str]) -> None:
