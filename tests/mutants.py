@@ -858,7 +858,7 @@ MUTANTS = (
         old=r'"retry" if self._is_late else "raise"', new='"raise"',
         test="tests/celery/test_outages.py::test_queued_tasks_outlast_an_outage",
         case="default-late",
-        also="tests/celery/test_locked_task.py::test_task_that_comes_late_outlasts_an_outage",
+        also="tests/celery/test_locked_task.py::test_task_that_is_acknowledged_late_outlasts_an_outage",
     ),
     Mutant(
         "a refused task keeps its unique key", "postgres", "django_distlock/contrib/celery/runs.py",

@@ -1292,7 +1292,7 @@ def test_task_that_goes_round_is_one_who_retries(key: str) -> None:
         assert work.AsyncResult(task_id).get() == seen() == []
 
 
-def test_task_that_comes_late_outlasts_an_outage(app: Celery) -> None:
+def test_task_that_is_acknowledged_late_outlasts_an_outage(app: Celery) -> None:
     """It goes back to its queue, and no retry of its own is burnt."""
 
     @app.task(shared=False, acks_late=True, bind=True, max_retries=0)
