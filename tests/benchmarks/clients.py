@@ -19,7 +19,7 @@ Work = Callable[[], str]
 Prepare = Callable[..., AbstractContextManager[Work]]
 
 #: What is not answered by then never will be.
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 180
 #: Whoever has not gone home by then is in the middle of something, and is stopped.
 GOODBYE_SECONDS = 2
 #: From the word to the begin, so that the last client has heard it.
