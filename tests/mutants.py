@@ -408,11 +408,15 @@ MUTANTS = (
         "the key is released before the caller commits", "memory", TRANSACTIONS,
         old=r"return bool\(transactions\)", new="return False",
         test=FREE_AT_COMMIT, case="by_block-{backend}",
+        also="tests/contract/test_transaction_visibility.py"
+        "::test_key_is_not_free_before_a_transaction_that_django_does_not_know_ends[memory]",
     ),
     Mutant(
         "the key is released before the caller commits", "postgres", TRANSACTIONS,
         old=r"return bool\(transactions\)", new="return False",
         test=FREE_AT_COMMIT, case="by_block-{backend}",
+        also="tests/contract/test_transaction_requests.py"
+        "::test_key_is_taken_until_the_request_is_over[postgres]",
     ),
     Mutant(
         "a release that another thread defers amid a rollback waits for ever", "memory",
@@ -591,6 +595,7 @@ MUTANTS = (
         "django_distlock/process/transaction_locks.py",
         old=r"return any\(key in each.keys", new="return any(key is each.keys",
         test=f"{LOCKED}::test_lease_within_is_refused",
+        also=f"{LOCKED}::test_what_stays_locked_behind_a_refusal_is_known[mariadb-transaction]",
     ),
     Mutant(
         "several keys are locked in the order of the call", "postgres",
@@ -626,6 +631,7 @@ MUTANTS = (
         "all", "django_distlock/process/host.py",
         old=r"if _differ\(seen.started_at, started_at\):", new="if False:",
         test="tests/integration/test_host.py::test_number_that_was_given_out_again", case="",
+        also="tests/integration/test_host.py::test_name_of_a_process_does_not_matter",
     ),
     Mutant(
         "a lease is handed over twice", "memory", "django_distlock/locks/transfer.py",
