@@ -172,6 +172,8 @@ MUTANTS = (
         old=r"began \+ PATIENCE \* FOR_STORES", new="time.monotonic() + PATIENCE * FOR_STORES",
         test="tests/integration/test_distlock_doctor_stores.py::test_slow_stores_have_one_time_together",
         case="",
+        also="tests/integration/test_distlock_doctor.py"
+        "::test_stores_that_hang_leave_time_for_the_checks",
     ),
     Mutant(
         "a thread reuses a session that has been closed", "postgres", BORROWING,
@@ -423,6 +425,8 @@ MUTANTS = (
         TRANSACTIONS, old=r"if thread is not None or any\(", new="if any(", case="",
         test="tests/contract/test_transaction_deadlocks.py"
         "::test_release_that_is_deferred_amid_a_rollback_is_carried_out",
+        also=f"{RELEASE}"
+        "::test_lease_that_another_thread_releases_amid_the_rollback_is_given_back[memory]",
     ),
     Mutant(
         "the end of a program is not seen while another thread asks for it", "memory",
@@ -430,6 +434,8 @@ MUTANTS = (
         old=r"return ended is None", new="return self._process.poll() is None", case="",
         test="tests/integration/test_distlock_run.py"
         "::test_end_of_a_program_is_seen_while_another_thread_asks",
+        also="tests/integration/test_distlock_run.py"
+        "::test_number_of_a_program_is_its_own_until_its_end_is_waited_for",
     ),
     Mutant(
         "a program begins before anybody watches over it", "memory",
@@ -437,6 +443,7 @@ MUTANTS = (
         old=r"if not os\.read\(int\(told\), 1\):", new="if False:", case="",
         test="tests/integration/test_distlock_run.py"
         "::test_program_does_not_begin_before_it_is_watched",
+        also="tests/integration/test_distlock_run.py::test_gate_becomes_the_program_at_a_word",
     ),
     Mutant(
         "a fork comes amid a transaction on an SQLite file", "sqlite",
@@ -625,6 +632,8 @@ MUTANTS = (
         "a stopped process is taken for dead", "all", "django_distlock/process/host.py",
         old=r'b"ZXx"', new='b"ZXxT"',
         test="tests/integration/test_host.py::test_stopped_process_is_not_gone", case="",
+        also="tests/integration/test_distlock_doctor_kept.py"
+        "::test_process_that_stands_still_is_not_dead",
     ),
     Mutant(
         "a reused process number is taken for the old process",
@@ -719,6 +728,8 @@ MUTANTS = (
             "::test_all_who_share_a_key_are_shown_and_lose_it"
         ),
         case="{backend}",
+        also="tests/integration/test_distlock_release.py"
+        "::test_question_counts_all_who_share_a_key",
     ),
     Mutant(
         "a task that calls itself is taken for its delivery", "default",
@@ -961,6 +972,8 @@ MUTANTS = (
         "postgres", "django_distlock/admin/overview.py",
         old=r"is_least=bool\(outages\)", new="is_least=False",
         test=f"{TRAPS}::test_outage_of_one_makes_sums_the_least", case="",
+        also="tests/integration/test_dashboard.py"
+        "::test_none_held_is_a_number_only_where_all_have_answered",
     ),
     Mutant(
         "a force-release ends the session of the next holder", "advisory", f"{ADVISORY}/views.py",
@@ -1045,6 +1058,8 @@ MUTANTS = (
         old=r" and found\[0\] == mark", new="",
         test="tests/integration/test_distlock_doctor_stores.py::test_redis_that_was_emptied_and_marked_anew_is_found",
         case="",
+        also="tests/integration/test_distlock_doctor_stores.py"
+        "::test_address_of_another_redis_is_found_by_the_command",
     ),
     Mutant(
         "a leader counts as the longest holder",

@@ -320,6 +320,29 @@ def test_lease_that_a_transaction_has_kept_waits_for_its_end_whoever_releases_it
 
 
 @pytest.mark.aliases("memory")
+def test_lease_that_another_thread_releases_amid_the_rollback_is_given_back(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Django has dropped its hooks by then, and calls none that comes later."""
+    lock, connection = lock_of(registered, key, ttl=60), connections["default"]
+    begin_autocommit = connection.set_autocommit
+
+    def release_before(autocommit: bool, *args: Any, **how: Any) -> None:
+        if autocommit:
+            assert Later(lease.release).result()
+        begin_autocommit(autocommit, *args, **how)
+
+    with rolled_back():
+        with lock:
+            pass
+        lease = lock.acquire()
+        monkeypatch.setattr(connection, "set_autocommit", release_before)
+    monkeypatch.undo()
+    # Sooner than the heartbeat would find out.
+    assert eventually(lambda: not taken(lock), 5)
+
+
+@pytest.mark.aliases("memory")
 @pytest.mark.parametrize(
     "how", [{"heartbeat": False}, {"basic": True}, {"max_lifetime": 20}], ids=str
 )

@@ -273,6 +273,16 @@ def test_backend_that_is_down_is_told(browser: Client, key: str) -> None:
     assert answer.status_code == 503
 
 
+def test_none_held_is_a_number_only_where_all_have_answered(browser: Client, key: str) -> None:
+    """Beside an outage it is a dash: whoever did not answer may have some."""
+    empty = {"empty": {**settings.DISTLOCK["postgres"], "KEY_PREFIX": key}}
+    for more, shown in (({}, "0"), ({"down": DEAD}, "\N{EN DASH}")):
+        with override_settings(DISTLOCK={**empty, **more}):
+            text = page(browser)
+        for card in ("Held", "Waiting", "Expired, not released"):
+            assert f"<strong>{shown}</strong> <span>{card}</span>" in text
+
+
 def test_findings_of_the_checks_are_shown(browser: Client) -> None:
     """Those of errors and warnings that were not silenced."""
     wrong = {"default": {"BACKEND": "django_distlock.backends.memory.MemoryBackend", "TTL": -1}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from django.test import override_settings
 
 from django_distlock import InvalidArgument, lock_backends
 from django_distlock.core.pages import DOCS_URL, page
+from django_distlock.inspection import diagnosis
 from django_distlock.inspection.diagnosis import ADDRESSES, diagnose
 from django_distlock.inspection.diagnosis.findings import address
 from django_distlock.inspection.diagnosis.responses import KEY
 from tests.backends import MEMORY
-from tests.contract.aliases import DATABASE
+from tests.contract.aliases import DATABASE, alias_like
 from tests.contract.helpers import take
 from tests.redis_servers import private_redis
 from tests.settings import REDIS_BACKEND
@@ -28,6 +29,8 @@ from tests.settings import REDIS_BACKEND
 from .databases import migrate
 from .operating import DEAD, run
 from .projects import Project
+from .test_distlock_doctor_stores import wait_for_doctors
+from .wires import wire
 
 pytestmark = pytest.mark.usefixtures("unknown_redis")
 
@@ -148,6 +151,28 @@ def test_only_what_was_asked_for() -> None:
     assert [each["backend"] for each in both.json["findings"]] == ["wrong"]
     assert (none.status, none.json["failures"][0]["code"]) == (1, "misconfigured")
     assert "nowhere" in none.err
+
+
+def test_stores_that_hang_leave_time_for_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are: what is wrong with the settings is told all the same."""
+    monkeypatch.setattr(diagnosis, "PATIENCE", 6.0)
+    monkeypatch.setattr(diagnosis, "FOR_STORES", 0.5)
+    with ExitStack() as stack:
+        way = stack.enter_context(wire())
+        given = {}
+        for name in ("one", "two", "three"):
+            using = stack.enter_context(alias_like("default", **way.address))
+            given[name] = {"BACKEND": DATABASE, "OPTIONS": {"using": using}}
+        way.hang()
+        with override_settings(DISTLOCK={**given, "wrong": {"BACKEND": DATABASE, "TTL": 0}}):
+            backends = [f"--backend={each}" for each in (*given, "wrong")]
+            ran = run("distlock_doctor", "--json", *backends)
+            way.flow()
+            wait_for_doctors()
+    assert ran.json["silent"] == list(given)
+    found = [(each["id"], each["backend"]) for each in ran.json["findings"]]
+    assert ("distlock.E001", "wrong") in found
+    assert "distlock.D013" not in [each for each, _ in found]
 
 
 @pytest.mark.parametrize("setting", [[], {"x": 5}, {5: {}}])

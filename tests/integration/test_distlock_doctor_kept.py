@@ -140,6 +140,22 @@ def test_what_dead_processes_leave(store: BaseLockBackend, dead: Holder) -> None
     assert "0 have expired, 1 of processes of this host that have ended" in waiter["message"]
 
 
+def test_process_that_stands_still_is_not_dead(key: str) -> None:
+    """It may go on, and needs its locks then; its number in another time is no holder."""
+    with examined("redis", key) as made, subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            stopped = replace(current_holder(), pid=process.pid, started_at=None)
+            take(made, "invoice:42", 60, holder=stopped)
+            made.waiters.note("invoice:43", stopped, 60)
+            assert ids(made) == []
+            take(made, "ledger", 60, holder=replace(stopped, started_at=1.0))
+            assert found(made, "D005")["keys"] == ["ledger"]
+        finally:
+            process.kill()
+
+
 def leave(like: str, prefix: str) -> None:
     """Hold what no process has to live for, and a lock; run in a process that is killed."""
     from django_distlock.contrib.celery.beats import Marks

@@ -483,6 +483,17 @@ def test_redis_that_was_emptied_and_marked_anew_is_found(flushable: Any) -> None
     assert "D022" in of(compared())
 
 
+def test_address_of_another_redis_is_found_by_the_command() -> None:
+    """One that has data and a mark of its own, until the address is that of the first again."""
+    with private_redis() as server:
+        other = f"{server.url.rstrip('/')}/1"
+        with redis(other):
+            assert lock_backends["locks"].mark_data()  # type: ignore[attr-defined]
+        for url, is_lost in ((server.url, False), (other, True), (server.url, False)):
+            with redis(url):
+                assert ("distlock.D022" in run("distlock_doctor", "--backend=locks").out) == is_lost
+
+
 def test_loss_is_told_inside_of_a_transaction(flushable: Any, sqlite: str) -> None:
     """The dashboard asks in that of a request, which is SQLite's one writer."""
     migrate(sqlite)

@@ -300,6 +300,18 @@ def test_question_is_asked_first(grants: list[Grant], key: str) -> None:
     assert event_of(grants[1].key).reason == "known"
 
 
+def test_question_counts_all_who_share_a_key(key: str) -> None:
+    """Each is shown, and whoever says no takes the key from none of them."""
+    store = lock_backends["sqlite"]
+    holders = [Holder(host=f"web-{number}", pid=77) for number in range(3)]
+    grants = [take(store, key, 60, permits=3, holder=each) for each in holders]
+    ran = run("distlock_release", "--prefix", key, "--backend=sqlite", answers="no\n")
+    assert ran.status == 1
+    assert "Force-release these 3 locks?" in ran.out
+    assert [each.host for each in holders if each.host not in ran.out] == []
+    assert all(map(store.release, grants))
+
+
 def test_reason_that_cannot_be_kept_is_refused_before_anything_is_asked(
     grants: list[Grant],
 ) -> None:

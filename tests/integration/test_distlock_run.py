@@ -19,6 +19,7 @@ from django.core.management import CommandError, ManagementUtility, call_command
 from django.test import override_settings
 
 from django_distlock import distlock, lock_backends
+from django_distlock.management import leash
 from django_distlock.management.programs import Program, Signals, find
 from django_distlock.models import FenceCounter
 from tests.contract.aliases import alias_like, locks_on
@@ -405,6 +406,17 @@ def test_end_of_a_program_is_seen_while_another_thread_asks() -> None:
     assert not program.is_running
 
 
+def test_number_of_a_program_is_its_own_until_its_end_is_waited_for() -> None:
+    """Who asks whether it runs leaves its end to who waits: no signal meets a stranger."""
+    program = Program(["sh", "-c", "exit 3"], find("sh"), os.environ)
+    program.let_go()
+    eventually(lambda: not program.is_running, "it has ended")
+    os.kill(abs(program.address), 0)
+    assert program.wait() == 3
+    with pytest.raises(ProcessLookupError):
+        os.kill(abs(program.address), 0)
+
+
 def test_lost_lock_ends_the_program(project: Project, key: str) -> None:
     """It gets TERM, after `--grace` seconds KILL, and with it what it has started.
 
@@ -466,6 +478,18 @@ def test_program_does_not_begin_before_it_is_watched(tmp_path: Path) -> None:
     program = int(killed.stdout)
     eventually(lambda: state_of(program) == "", "the program is gone")
     assert not file.exists()
+
+
+def test_gate_becomes_the_program_at_a_word(tmp_path: Path) -> None:
+    """When its pipe ends before that, nobody watches, and it ends without the program."""
+    file = tmp_path / "begun"
+    # It reads from the descriptor 0, and would tell an error to 2.
+    gate = [sys.executable, "-I", "-S", *leash.script("gate.py"), "0", "2", "1"]
+    for word in (b"", b"!"):
+        assert not file.exists()
+        ended = subprocess.run([*gate, find("touch"), "touch", str(file)], input=word, check=True)
+        assert ended.stderr is None
+    assert file.exists()
 
 
 def test_signal_reaches_a_program_that_has_not_begun(
