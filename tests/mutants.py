@@ -173,7 +173,7 @@ MUTANTS = (
         test="tests/integration/test_distlock_doctor_stores.py::test_slow_stores_have_one_time_together",
         case="",
         also="tests/integration/test_distlock_doctor.py"
-        "::test_stores_that_hang_leave_time_for_the_checks",
+        "::test_stores_that_hang_share_the_time_of_the_command",
     ),
     Mutant(
         "a thread reuses a session that has been closed", "postgres", BORROWING,
