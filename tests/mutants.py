@@ -172,8 +172,7 @@ MUTANTS = (
         old=r"began \+ PATIENCE \* FOR_STORES", new="time.monotonic() + PATIENCE * FOR_STORES",
         test="tests/integration/test_distlock_doctor_stores.py::test_slow_stores_have_one_time_together",
         case="",
-        also="tests/integration/test_distlock_doctor.py"
-        "::test_stores_that_hang_share_the_time_of_the_command",
+        also="tests/integration/test_distlock_doctor.py::test_stores_have_one_deadline",
     ),
     Mutant(
         "a thread reuses a session that has been closed", "postgres", BORROWING,

@@ -22,7 +22,7 @@ from django_distlock.inspection.diagnosis.findings import address
 from django_distlock.inspection.diagnosis.responses import KEY
 from tests.backends import MEMORY
 from tests.contract.aliases import DATABASE, alias_like
-from tests.contract.helpers import prompt, take
+from tests.contract.helpers import take
 from tests.redis_servers import private_redis
 from tests.settings import REDIS_BACKEND
 
@@ -153,8 +153,23 @@ def test_only_what_was_asked_for() -> None:
     assert "nowhere" in none.err
 
 
-def test_stores_that_hang_share_the_time_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many they are; what is wrong with the settings is told all the same."""
+def test_stores_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that hang would else take it one after the other, however many there are."""
+    deadlines: list[float] = []
+    heard = diagnosis._heard
+
+    def note(own: Any, done: Any, until: float) -> Any:
+        deadlines.append(until)
+        return heard(own, done, until)
+
+    monkeypatch.setattr(diagnosis, "_heard", note)
+    run("distlock_doctor", "--backend=redis", "--backend=sqlite")
+    assert len(deadlines) == 2
+    assert len({*deadlines}) == 1
+
+
+def test_settings_are_judged_beside_stores_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are: what is wrong with the settings is told all the same."""
     # In so little time, no store gives up by itself.
     monkeypatch.setattr(diagnosis, "PATIENCE", 3.0)
     monkeypatch.setattr(diagnosis, "FOR_STORES", 1 / 3)
@@ -167,8 +182,7 @@ def test_stores_that_hang_share_the_time_of_the_command(monkeypatch: pytest.Monk
         way.hang()
         with override_settings(DISTLOCK={**given, "wrong": {"BACKEND": DATABASE, "TTL": 0}}):
             backends = [f"--backend={each}" for each in (*given, "wrong")]
-            with prompt(2):
-                ran = run("distlock_doctor", "--json", *backends)
+            ran = run("distlock_doctor", "--json", *backends)
             way.flow()
             wait_for_doctors()
     assert ran.json["silent"] == list(given)
