@@ -332,7 +332,7 @@ def test_task_is_refused_before_it_is_made(mistake: Any) -> None:
     """A look at a task that is shared would finalize the app, before its other tasks are there."""
     app = Celery("lazy", set_as_current=False)
 
-    @app.task
+    @app.task(shared=False)
     def capture() -> None: ...
 
     with pytest.raises(InvalidArgument, match=r"needs a key|a task already"):
