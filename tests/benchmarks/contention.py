@@ -83,8 +83,12 @@ def run(options: Options) -> Result:
             for name in names:
                 found[name] += outcomes(team.turn(PROCESSES, seconds, contender, name))
     figures = {name: figure(found[name]) for name in SIDES if name in found}
-    about = f"{PROCESSES} processes, {seconds:g} s, {rounds} rounds"
-    return Result({"figures": figures, "left_out": missing}, [_sheet(figures, about, missing)])
+    title = (
+        f"Contention: ms that a process waits ({PROCESSES} processes, {seconds:g} s, {rounds}"
+        f" rounds; {WORK_SECONDS * 1000:g} ms of work, wait={WAIT_SECONDS:g})"
+    )
+    table = sheet(title + without(missing), "waits", "turns", figures)
+    return Result({"figures": figures, "left_out": missing}, [table])
 
 
 def outcomes(tallies: Sequence[Tally]) -> list[str]:
@@ -103,17 +107,16 @@ def figure(said: Sequence[str]) -> dict[str, float]:
     }
 
 
-def _sheet(
-    figures: Mapping[str, Mapping[str, float]], about: str, missing: Mapping[str, str]
+def sheet(
+    title: str, what: str, turns: str, figures: Mapping[str, Mapping[str, float]], places: int = 0
 ) -> Sheet:
+    """Return a table of what `figure` returned; `places` are those behind the decimal point."""
     rows = [
         [name, f"{each['turns']:,}", f"{each['gave_up']:,}",
-         *(f"{each[one]:,.0f}" for one in QUANTILES)]
+         *(f"{each[one]:,.{places}f}" for one in QUANTILES)]
         for name, each in figures.items()
     ]  # fmt: skip
-    work, wait = WORK_SECONDS * 1000, WAIT_SECONDS
-    title = f"Contention: ms that a process waits ({about}; {work:g} ms of work, wait={wait:g})"
-    return Sheet(title + without(missing), ["waits", "turns", "gave up", *QUANTILES], rows)
+    return Sheet(title, [what, turns, "gave up", *QUANTILES], rows)
 
 
 @contextmanager

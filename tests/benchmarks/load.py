@@ -1,9 +1,8 @@
-"""How long a block takes under a load that does not wait for it: an open loop.
+"""How long a block takes under an open load: calls come at a fixed rate, however long they take.
 
-Each process has calls at a fixed rate. A call that is late because the one before took long counts
-from when it was due, so no wait is omitted because it kept others from being made. Keys follow
-Zipf's law: a few are wanted all the time, and most of them hardly ever. A proxy delays each answer
-of the server, as a network does.
+A call counts from when it was due. So a slow call also counts in those that it delays, which a
+loop that waits for each call would omit. The keys follow Zipf's law: a few are wanted often, and
+most of them rarely. A proxy delays each answer of the server, as a network does.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from tests.integration.wires import Wire
 
 from .candidates import TTL
 from .clients import Work, hire
-from .contention import GAVE_UP, QUANTILES, figure, outcomes
+from .contention import GAVE_UP, figure, outcomes, sheet
 from .options import Options
 from .redis_peers import KINDS, Kind
-from .report import Result, Sheet, without
+from .report import Result, without
 
 PROCESSES = 8
 #: Calls per second of each process.
@@ -37,12 +36,12 @@ RATE = 10.0
 #: Milliseconds by which an answer of the server comes later.
 DELAYS_MS = (0, 1, 5)
 KEYS = [f"load:{number}" for number in range(1000)]
-#: The key in place n is wanted n times as seldom as the first.
+#: The key in place n is drawn n times less often than the first.
 WEIGHTS = [1 / place for place in range(1, len(KEYS) + 1)]
 #: Seconds after which a call gives up.
 WAIT_SECONDS = 5.0
 
-#: Holds a key for a block; None: it was not to be had in time.
+#: Holds a key for a block, or raises `LockNotAcquired`.
 Hold = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -53,7 +52,7 @@ def ours(alias: str) -> Hold:
 
 
 def pglock(using: str) -> Hold:
-    """Return those of django-pglock, which end with their session, and have no fence."""
+    """Return blocks of django-pglock, which have no ttl and no fence."""
     module: Any = import_module("pglock")
 
     @contextmanager
@@ -67,13 +66,14 @@ def pglock(using: str) -> Hold:
 
 
 def peer(name: str) -> Hold:
-    """Return those of a peer on Redis."""
+    """Return blocks of a peer on Redis."""
     client = Redis.from_url(os.environ["DISTLOCK_BENCH_WIRED_REDIS"])
     kind: Kind = KINDS[name](client)
+    made = {} if kind.once else {key: kind.make(key, int(TTL)) for key in KEYS}
 
     @contextmanager
     def hold(key: str) -> Iterator[None]:
-        lock = kind.make(key, int(TTL))
+        lock = made.get(key) or kind.make(key, int(TTL))
         if not _acquired(name, lock):
             raise LockNotAcquired("", key=key)
         try:
@@ -89,7 +89,7 @@ def _acquired(name: str, lock: Any) -> bool:
     return bool(lock.acquire(blocking=True, **{named: int(WAIT_SECONDS)}))
 
 
-#: What makes the blocks, with its argument.
+#: The function that makes the blocks, with its argument.
 SIDES: Mapping[str, tuple[Callable[[str], Hold], str]] = {
     "PostgreSQL": (ours, "wired"),
     "django-pglock": (pglock, "wired"),
@@ -98,7 +98,7 @@ SIDES: Mapping[str, tuple[Callable[[str], Hold], str]] = {
     "python-redis-lock": (peer, "python-redis-lock"),
     "django-redis": (peer, "django-redis"),
 }
-#: Modules without which there is no such side.
+#: The modules that some sides need.
 NEEDS = {"django-pglock": "pglock", "python-redis-lock": "redis_lock"}
 
 
@@ -124,7 +124,12 @@ def run(options: Options) -> Result:
                 found[f"{name}, {delay} ms"] = figure(outcomes(made))
     names = [f"{name}, {delay} ms" for delay in DELAYS_MS for name in SIDES]
     figures = {name: found[name] for name in names if name in found}
-    return Result({"figures": figures, "left_out": missing}, [_sheet(figures, options, missing)])
+    title = (
+        f"Load: ms from when a block was due to its end ({PROCESSES * RATE:g} per second from"
+        f" {PROCESSES} processes for {options.load_seconds:g} s, {len(KEYS):,} keys by Zipf's law)"
+    )
+    table = sheet(title + without(missing), "answers are late by", "blocks", figures, places=1)
+    return Result({"figures": figures, "left_out": missing}, [table])
 
 
 def _wires() -> Iterator[Wire]:
@@ -133,26 +138,9 @@ def _wires() -> Iterator[Wire]:
         yield Wire(server=(url.hostname or "", url.port or 0))
 
 
-def _sheet(
-    figures: Mapping[str, Mapping[str, float]], options: Options, missing: Mapping[str, str]
-) -> Sheet:
-    rows = [
-        [name, f"{each['turns']:,}", f"{each['gave_up']:,}",
-         *(f"{each[one]:,.1f}" for one in QUANTILES)]
-        for name, each in figures.items()
-    ]  # fmt: skip
-    rate = PROCESSES * RATE
-    title = (
-        f"Load: ms from when a block was due to its end ({rate:g} per second from {PROCESSES}"
-        f" processes for {options.load_seconds:g} s, {len(KEYS):,} keys by Zipf's law)"
-    )
-    header = ["answers come later by", "blocks", "gave up", *QUANTILES]
-    return Sheet(title + without(missing), header, rows)
-
-
 @contextmanager
 def caller(number: int, name: str) -> Iterator[Work]:
-    """Make calls when they are due; say how long after that they were done, in milliseconds."""
+    """Make each call when it is due; say how many milliseconds later it ended."""
     make, argument = SIDES[name]
     hold = make(argument)
     drawn = random.Random(number)
