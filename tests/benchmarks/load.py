@@ -92,20 +92,25 @@ def _acquired(name: str, lock: Any) -> bool:
 #: The function that makes the blocks, with its argument.
 SIDES: Mapping[str, tuple[Callable[[str], Hold], str]] = {
     "PostgreSQL": (ours, "wired"),
-    "django-pglock": (pglock, "wired"),
+    "pglock": (pglock, "wired"),
     "Redis": (ours, "wired-redis"),
     "redis-py": (peer, "redis-py"),
     "python-redis-lock": (peer, "python-redis-lock"),
     "django-redis": (peer, "django-redis"),
 }
-#: The modules that some sides need.
-NEEDS = {"django-pglock": "pglock", "python-redis-lock": "redis_lock"}
+#: The modules that some sides need, and the packages that have these.
+NEEDS = {
+    "pglock": ("pglock", "django-pglock"),
+    "python-redis-lock": ("redis_lock", "python-redis-lock"),
+}
 
 
 def run(options: Options) -> Result:
     """Put a load on each side, with each delay."""
     missing = {
-        name: f"pip install {name}" for name, module in NEEDS.items() if not find_spec(module)
+        name: f"pip install {package}"
+        for name, (module, package) in NEEDS.items()
+        if not find_spec(module)
     }
     found: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
