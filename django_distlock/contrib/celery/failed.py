@@ -82,7 +82,7 @@ def send(app: Any, row: FailedTask) -> str | None:
         LockNotAcquired: The task was not queued, as its terms say. Its row is not marked then.
         LockUsageError: Its arguments were not kept, or this app does not accept their format.
         BackendUnavailable: The database, the broker or the store of a unique task is unavailable.
-            Its row is not marked then.
+            The row is marked then only if the database failed after it had been marked.
     """
     args, kwargs = _unpacked(app, row)
     using = row._state.db or router.db_for_write(_model())

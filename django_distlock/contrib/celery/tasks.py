@@ -52,7 +52,8 @@ def locked_task(  # noqa: PLR0913 - each says one thing, by name
     Args:
         lock: The key that one run at a time holds: a template of the function's parameters, a
             function that is called with the task's arguments and returns the key, or True for the
-            task's name and all of its arguments. None: no lock if `unique` is given, else True.
+            task's name and all of its arguments. None: no such key if `unique` or `locks` is
+            given, else True.
         locks: Several keys instead of one, held all or none: `[("tenant:{tenant}", 3), ("stripe",
             10)]`, each with its number of holders. A key without a number has one holder.
         unique: The key of which at most one task is queued or running, given as for `lock`. Needs
