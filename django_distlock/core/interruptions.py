@@ -1,4 +1,4 @@
-"""Exceptions that a signal's handler has raised, and that concern the caller alone."""
+"""Exceptions of signals' handlers and of other threads, which concern the caller alone."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import signal
 import threading
 import traceback
 import weakref
+from asyncio import CancelledError
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
+#: What code raises by itself: errors, and the ends of a program, a generator and a coroutine.
+_ENDS = (Exception, SystemExit, GeneratorExit, CancelledError)
+
 
 def pass_on(error: BaseException) -> None:
-    """Raise an exception of a signal's handler, such as that of a time limit; ignore others.
+    """Raise an exception of a signal's handler or another thread, such as a time limit's.
+
+    Other exceptions are ignored. One that another thread has raised here has no frame of its own,
+    and is known by its class: a `BaseException` that does not end code by itself.
 
     Call it before an error of foreign code is logged or translated. The exception may be `error`
     itself, or one in its chain of contexts that the foreign code has replaced, as drivers do. What
@@ -30,9 +37,8 @@ def pass_on(error: BaseException) -> None:
         # The first frame has caught this exception, and raised the one before in its place.
         if trail and trail[0] in frames:
             frames.update(trail)
-            # Python's own handler for Ctrl-C has no frame.
-            is_pressed = isinstance(met, KeyboardInterrupt)
-            if is_pressed or any(each.f_code in handlers for each in trail):
+            # Python's own handler for Ctrl-C has no frame either.
+            if not isinstance(met, _ENDS) or any(each.f_code in handlers for each in trail):
                 raise met
         met = met.__context__
 

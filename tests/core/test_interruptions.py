@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -15,9 +18,16 @@ class TimeIsUp(Exception):
     """What a time limit raises."""
 
 
-@pytest.fixture(params=[signal.SIGUSR1, signal.SIGINT], ids=["handler", "ctrl-c"])
+class TimeLimitExceeded(BaseException):
+    """What dramatiq raises in the thread of a task."""
+
+
+@pytest.fixture(params=[signal.SIGUSR1, signal.SIGINT, None], ids=["handler", "ctrl-c", "thread"])
 def strike(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
-    """Give a call that a signal breaks off: by a handler in Python, or by Python's own."""
+    """Give a call that is broken off: by a handler in Python, by Python's own, by a thread."""
+    if request.param is None:
+        yield _as_another_thread_raises
+        return
 
     def handler(number: int, frame: FrameType | None) -> None:
         raise TimeIsUp
@@ -30,7 +40,12 @@ def strike(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
         signal.signal(number, each)
 
 
-STRUCK = (TimeIsUp, KeyboardInterrupt)
+def _as_another_thread_raises() -> None:
+    here, what = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(TimeLimitExceeded)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(here, what)
+
+
+STRUCK = (TimeIsUp, KeyboardInterrupt, TimeLimitExceeded)
 
 
 def call(work: Callable[[], object]) -> None:
@@ -90,10 +105,11 @@ def test_interruption_that_was_handled_before_is_left_alone(strike: Callable[[],
         call(lambda: int("x"))
 
 
-def test_error_of_the_code_is_no_interruption() -> None:
-    """Whatever its class."""
+@pytest.mark.parametrize("kind", [TimeIsUp, SystemExit, GeneratorExit, CancelledError])
+def test_error_of_the_code_is_no_interruption(kind: type[BaseException]) -> None:
+    """Nor is what code raises to end itself, or a coroutine."""
 
     def fail() -> None:
-        raise TimeIsUp
+        raise kind
 
     call(fail)
