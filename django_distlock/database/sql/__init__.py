@@ -73,6 +73,12 @@ _PIECES = {
         "IF NOT FOUND THEN RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'"
         " USING ERRCODE = '58000', HINT = 'Run manage.py migrate.'; END IF;"
     ),
+    # Locked by a transaction that goes on, or by several, whose number is another one. The number
+    # of the last one stays in the row, as an acquire leaves its own.
+    "{is_locked}": (
+        "c.xmax <> 0 AND (pg_catalog.mxid_age(c.xmax) >= 0 OR pg_catalog.age(c.xmax) <= (SELECT"
+        " pg_catalog.age(pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())::xid)))"
+    ),
     # Not a SET clause, which ends before the commit. A stronger setting stays.
     "{durable}": (
         "IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN"

@@ -104,7 +104,7 @@ BEGIN
         ) OR EXISTS (
             SELECT FROM "django_distlock_fencecounter" c
                 WHERE c.storage_key = ANY (p_storage_keys)
-                    AND (c.paused_until > t OR c.closed_until IS NOT NULL OR c.xmax <> 0)
+                    AND (c.paused_until > t OR c.closed_until IS NOT NULL OR {is_locked})
         ) THEN
             -- Waits for an extend in flight: what looks over may last. What is over since counts as
             -- held, here and below.
@@ -124,19 +124,10 @@ BEGIN
                         pg_catalog.array_position(p_storage_keys, (c.storage_key COLLATE "C")::text)
                     ) FILTER (WHERE c.paused_until > t),
                     pg_catalog.bool_or(c.closed_until IS NOT NULL),
-                    -- Locked by a transaction that goes on, or by several, whose number is another one.
-                    pg_catalog.bool_or(
-                        c.closed_until IS NULL AND c.xmax <> 0 AND (
-                            pg_catalog.mxid_age(c.xmax) >= 0
-                            OR pg_catalog.age(c.xmax) <= (SELECT pg_catalog.age(
-                                pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())::xid
-                            ))
-                        )
-                    )
+                    pg_catalog.bool_or(c.closed_until IS NULL AND {is_locked})
                     INTO v_place, v_shared, v_locked
                     FROM "django_distlock_fencecounter" c
-                    WHERE c.storage_key = ANY (p_storage_keys)
-                        AND (c.paused_until > t OR c.closed_until IS NOT NULL OR c.xmax <> 0);
+                    WHERE c.storage_key = ANY (p_storage_keys);
                 IF v_place IS NOT NULL THEN
                     v_outcome := 'paused';
                 ELSIF v_shared THEN
