@@ -16,6 +16,7 @@ from django.db.utils import DatabaseError
 
 from ..core.durations import GRACE, MAX_BOUND
 from ..core.fences import check_fence, used_up
+from ..core.holders import Holder
 from ..core.records import (
     UNKNOWN,
     Attempt,
@@ -76,6 +77,8 @@ class ServerFunctions:
         self._using = using
         self._named = named
         self._follows_clock = follows_clock
+        #: Who asked last, and as which JSON.
+        self._said: tuple[Holder | None, str] = None, ""
 
     def db_manager(self, using: str) -> ServerFunctions:
         """Return the same functions on another alias."""
@@ -102,7 +105,7 @@ class ServerFunctions:
             [each.token for each in attempts],
             [each.place for each in attempts],
             first.ttl,
-            json.dumps(first.holder.as_json()),
+            self._json(first.holder),
             self._follows_clock,
             milliseconds(first.bound),
             first.permits,
@@ -117,9 +120,18 @@ class ServerFunctions:
     def _asked(self, attempt: Attempt) -> list[Any]:
         return [
             attempt.name, attempt.key, attempt.token, attempt.ttl,
-            json.dumps(attempt.holder.as_json()), attempt.wanted, attempt.replace,
+            self._json(attempt.holder), attempt.wanted, attempt.replace,
             self._follows_clock, _bound(attempt.bound),
         ]  # fmt: skip
+
+    def _json(self, holder: Holder) -> str:
+        if holder.metadata:  # These may change.
+            return json.dumps(holder.as_json())
+        known, said = self._said
+        if holder is not known:
+            said = json.dumps(holder.as_json())
+            self._said = holder, said
+        return said
 
     def extend(
         self, name: str, grant: Grant, ttl: float | None, *, bound: float
