@@ -50,6 +50,8 @@ _OF_THE_SESSION = ("25001", "25006", "42501")
 
 #: Microseconds for which nobody joins behind who waits to be alone.
 DOOR = round(DOOR_SECONDS * 1_000_000)
+#: The holder that a server told last, as JSON and as it was read.
+_last_told: list[tuple[Any, Holder]] = [({}, Holder())]
 #: What stands for the arguments of each function.
 _PLACEHOLDERS = {
     "acquire": f"%s, %s, %s, %s, {GRACE}, %s::jsonb, %s, %s, %s, %s",
@@ -237,7 +239,7 @@ def contended(
         told: Who holds the key, as JSON that was read; None: nobody.
     """
     return Contended(
-        holder=None if told is None else known_holder(told),
+        holder=None if told is None else _holder(told),
         fence=fence,
         acquired_at=instant(acquired_at),
         expires_at=instant(expires_at),
@@ -246,6 +248,16 @@ def contended(
         busy=outcome == "busy",
         paused=outcome == "paused",
     )
+
+
+def _holder(told: Any) -> Holder:
+    # Who waits is told of the same holder again and again.
+    known, holder = _last_told[0]
+    if told != known:
+        holder = known_holder(told)
+        if not holder.metadata:  # These may change.
+            _last_told[0] = told, holder
+    return holder
 
 
 def _bound(seconds: float) -> str:
