@@ -13,7 +13,7 @@ COMPARISONS = (
     *(
         Comparison(
             what=f"pair, {way}: functions / floor", of=f"functions/{way}/pair",
-            to=f"floor/{way}/pair", at_most=1.4,
+            to=f"floor/{way}/pair", at_most=1.35,
         )
         for way in ("driver", "prepared")
     ),
