@@ -131,7 +131,8 @@ class Leadership:
         # A lost lease raises here, too, although the leader knows of the loss.
         with suppress(LockError):
             block.close()
-        if was_lost:
+        # In an outage, the log already says that this one does nothing.
+        if was_lost and self._state != "trouble":
             self._say(
                 "lost", logging.ERROR, "%s no longer leads, and %s nothing", self._who, self._does
             )

@@ -211,6 +211,29 @@ def test_candidate_says_why_nobody_leads(
     assert "leads" not in said[0]
 
 
+def test_outage_is_logged_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if the lease is lost in it: between two errors, no other line says the same."""
+    caplog.set_level(logging.INFO, "django_distlock")
+    outage, block = BackendUnavailable("The store did not answer."), ExitStack()
+    with memory_locks():
+        leadership = Leadership(distlock(key, ttl=60), "Beat", does="schedules")
+        lease = leadership.gain(0, block)
+        assert lease
+        leadership.trouble(outage)
+        take_away(lease)
+        with pytest.raises(LockLost):
+            lease.extend()
+        leadership.give_up(block)
+        leadership.trouble(outage)
+        leadership.succeeded()
+    told = [each.__dict__["distlock_event"] for each in caplog.records]
+    assert [each for each in told if each.startswith("leader_")] == [
+        "leader_leads",
+        "leader_trouble",
+        "leader_leads",
+    ]
+
+
 @pytest.mark.parametrize("error", [LockLost("of another lock"), FenceRejected("of another row")])
 def test_loss_of_something_else_is_an_error(candidate: Leader, error: Exception) -> None:
     """Who still leads would fail so for ever."""
