@@ -96,8 +96,10 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
 
     def worker(self, pool: str) -> Worker:
-        """Return a worker of a kind that runs."""
+        """Return a worker of a kind that runs, and has time for a test."""
         worker = self._workers.get(pool)
+        if worker is not None and worker.is_old:
+            worker.kill()
         if worker is None or not worker.is_running:
             worker = start_worker(self._home, self._broker, pool=pool, slots=SLOTS)
             self._workers[pool] = worker

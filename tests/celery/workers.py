@@ -40,6 +40,7 @@ class Worker:
         self.queue = queue
         self.name = name
         self._log = log
+        self._started = time.monotonic()
 
     @property
     def pid(self) -> int:
@@ -50,6 +51,11 @@ class Worker:
     def is_running(self) -> bool:
         """Whether its main process has not ended."""
         return self.process.poll() is None
+
+    @property
+    def is_old(self) -> bool:
+        """Whether its alarm may end it amid a further test."""
+        return time.monotonic() - self._started > programs.LIFETIME_SECONDS / 2
 
     def children(self) -> list[int]:
         """Return the numbers of the processes that run its tasks."""
