@@ -88,7 +88,7 @@ def run(options: Options) -> Result:
     for alias, name in STORES.items():
         if alias != "redis" and alias not in connections.settings:
             continue
-        store = Keys(alias) if alias == "redis" else Tables(alias)
+        store = Keys(alias, max(sizes)) if alias == "redis" else Tables(alias)
         found: dict[int, dict[str, Figure]] = {}
         try:
             store.empty()

@@ -28,7 +28,7 @@ OLD_SECONDS = 86_400.0
 #: One in so many is waited for.
 WANTED = 30
 BATCH = 1000
-#: Keys of others on the server of Redis, beside each lock.
+#: Keys of others on the server of Redis, for each lock of the largest number.
 FOREIGN = 20
 
 
@@ -170,10 +170,15 @@ class Tables:
 
 
 class Keys:
-    """The keys of a backend in Redis."""
+    """The keys of a backend in Redis, among keys of others.
 
-    def __init__(self, alias: str):
+    Args:
+        most: The largest number of locks that `fill` will be called with.
+    """
+
+    def __init__(self, alias: str, most: int):
         self.alias = alias
+        self._foreign = range(FOREIGN * most)
         self._store: Any = lock_backends[alias]
         self._filled = 0
 
@@ -190,10 +195,9 @@ class Keys:
         for number in (each for each in new if each % WANTED == 0):
             self._store.waiters.note(key_of(number), holder_of(number), 3600)
         self._store.release(grant)
-        others = range(FOREIGN * self._filled, FOREIGN * locks)
-        for batch in parts((f"cache:page:{each}" for each in others), BATCH):
+        for batch in parts((f"cache:page:{each}" for each in self._foreign), BATCH):
             self._client.mset(dict.fromkeys(batch, "a page"))
-        self._filled = locks
+        self._foreign, self._filled = range(0), locks
 
     def leave(self, locks: int) -> None:
         """Leave nothing: the server removes what is over by itself."""
