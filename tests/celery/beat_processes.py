@@ -182,11 +182,13 @@ class Program:
 @contextmanager
 def two_beats(site: Site, scheduler: str = OURS) -> Iterator[tuple[Program, Program]]:
     """Run two beats; give the one that leads, and the one that stands by."""
-    with site.beat(scheduler) as leads:
-        leads.says("Beat leads")
-        with site.beat(scheduler) as follows:
-            follows.says("Beat stands by")
-            yield leads, follows
+    with site.beat(scheduler) as first:
+        first.says("Beat leads")
+        with site.beat(scheduler) as second:
+            both = first, second
+            # The second one leads where the machine stood still for longer than the ttl.
+            eventually(lambda: any("Beat stands by" in each.said() for each in both), "one waits")
+            yield both if site.leader() != second.pid else (second, first)
 
 
 def eventually(is_so: Callable[[], object], what: str, patience: float = PATIENCE) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -72,11 +73,20 @@ def listed(backend: BaseLockBackend, prefix: str = "", **filters: Any) -> list[s
 def pressure() -> float:
     """Return the seconds since the boot in which somebody waited for a processor or for a disk.
 
-    It is what Linux tells in /proc/pressure; 0 where nobody tells.
+    It is what Linux tells in /proc/pressure, and what a host took from this machine, of all
+    processors; 0 where nobody tells.
     """
     told = [Path(f"/proc/pressure/{what}") for what in ("cpu", "io")]
     some = (each.read_text().partition("total=")[2].split()[0] for each in told if each.exists())
-    return sum(map(int, some)) / 1e6
+    return sum(map(int, some)) / 1e6 + _stolen()
+
+
+def _stolen() -> float:
+    told = Path("/proc/stat")
+    if not told.exists():
+        return 0.0
+    # user, nice, system, idle, iowait, irq, softirq, steal: in ticks.
+    return int(told.read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def alone(took: float, pressed: float) -> float:

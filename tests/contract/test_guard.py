@@ -120,10 +120,10 @@ def test_lease_that_ends_before_the_question_is_refused(
 @CAN
 def test_heartbeat_goes_on(registered: Registered, key: str) -> None:
     """A guarded transaction that is longer than the ttl loses no lease."""
-    with lock_of(registered, key, ttl=1.0) as lease:
+    with lock_of(registered, key, ttl=2.0) as lease:
         before = lease.deadline
         with lease.atomic():
-            assert eventually(lambda: ping(registered) and lease.deadline > before + 2.0, 10)
+            assert eventually(lambda: ping(registered) and lease.deadline > before + 2.0, 20)
         lease.check()
 
 

@@ -154,7 +154,7 @@ def test_fork_inside_a_block_leaves_the_lease_to_its_parent(
 
 def test_inner_block_that_is_left_in_a_fork_says_nothing(key: str) -> None:
     """A reentrant block of the parent ends in its child without a word about the lease."""
-    with spawn(f"{WORKERS}:leave_inner_block_in_a_fork", key, 0.9) as worker:
+    with spawn(f"{WORKERS}:leave_inner_block_in_a_fork", key, 2.4) as worker:
         assert worker.result() == [""]
 
 

@@ -167,7 +167,8 @@ async def test_waiting_does_not_stop_the_event_loop(registered: Registered, key:
             ticks += 1
         with pytest.raises(LockNotAcquired):
             waiting.result()
-    assert ticks > 15
+    # A loop that stands still ticks once.
+    assert ticks > 3
 
 
 def test_deadline_counts_from_before_the_request(registered: Registered, key: str) -> None:

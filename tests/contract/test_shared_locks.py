@@ -154,7 +154,7 @@ def test_writer_is_not_starved(registered: Registered, key: str) -> None:
 @pytest.mark.requires("supports_sharing", "supports_ttl")
 def test_shared_lease_is_renewed(registered: Registered, key: str) -> None:
     """Each by itself, for as long as its block runs."""
-    lock = lock_of(registered, key, shared=True, ttl=1)
+    lock = lock_of(registered, key, shared=True, ttl=3)
     with lock as lease, held_elsewhere(lock_of(registered, key, shared=True, ttl=30)):
         first = lease.expires_at
         assert eventually(lambda: lease.expires_at != first)

@@ -219,7 +219,7 @@ def test_waiter_in_front_that_gives_up_strands_nobody(registered: Registered, li
 
     with held_elsewhere(lock):
         waiting: list[Later[None]] = []
-        for wait, argument in ((give_up, 1.0), (line.wait, 1), (give_up, 0.5), (line.wait, 3)):
+        for wait, argument in ((give_up, 3.0), (line.wait, 1), (give_up, 2.5), (line.wait, 3)):
             waiting.append(Later(wait, argument))  # type: ignore[arg-type]
             line.joined(len(waiting))
         line.joined(2)

@@ -271,7 +271,8 @@ def _has(queue: Sized, length: int) -> bool:
 def test_waiters_of_two_locks_do_not_disturb_each_other(registered: Registered, key: str) -> None:
     """A release wakes those who wait for its key, and lets the others sleep."""
     one, other = (
-        lock_of(registered, f"{key}:{each}", ttl=60, wait=2.5, retry=LAZY) for each in "ab"
+        lock_of(registered, f"{key}:{each}", ttl=60, wait=wait, retry=LAZY)
+        for each, wait in (("a", 2.5), ("b", 30))
     )
     with held_elsewhere(one), held_elsewhere(other) as lease:
         waiting = [Later(partial(each.acquire)) for each in (one, other)]

@@ -64,7 +64,7 @@ class Dashboard(Shop):
 
 
 @contextmanager
-def held(shop: Dashboard, *keys: str, ttl: int = 60) -> Iterator[None]:
+def held(shop: Dashboard, *keys: str, ttl: int = 600) -> Iterator[None]:
     """Let somebody hold keys."""
     for key in keys:
         shop.hold(key, ttl)

@@ -251,7 +251,7 @@ def outlasted_before(name: str, work: Work) -> None:
 
 def outlasted_after(name: str, work: Work) -> None:
     """Work for longer than the ttl, which is renewed."""
-    with distlock(name, ttl=2, wait=4):
+    with distlock(name, ttl=6, wait=8):
         work()
 
 

@@ -424,7 +424,7 @@ def test_lost_lock_ends_the_program(project: Project, key: str) -> None:
     """
     stubborn = "sh -c 'trap \"\" TERM; echo child $$; while :; do sleep 0.05; done' & "
     script = f"{stubborn} trap 'echo told; exit 0' TERM; {FOREVER}"
-    with Run(project, key, "--ttl", "3", "--grace", "0.3", *shell(script)) as run:
+    with Run(project, key, "--ttl", "3", "--grace", "2", *shell(script)) as run:
         child, program = int(run.says("child ")), int(run.says("started "))
         assert child != program
         assert lock_backends["default"].force_release(key)

@@ -341,11 +341,12 @@ def test_stale_value_is_given_while_one_computes(fly: Callable[..., Any], key: s
 @pytest.mark.parametrize("cache", ["default", "shared"])
 def test_value_is_fresh_then_stale_then_gone(key: str, cache: str) -> None:
     """By the clock of the cache."""
-    single_flight(key, lambda: 1, timeout=1, stale=1, cache=cache, backend="memory")
-    plan = flights._Plan.of(key, timeout=1, stale=1, cache=cache)
+    for name, stale in ((key, 60), (f"{key}:gone", 1)):
+        single_flight(name, lambda: 1, timeout=1, stale=stale, cache=cache, backend="memory")
+    plan = flights._Plan.of(key, timeout=1, stale=60, cache=cache)
     assert plan._look(key) == flights._Found(1)
     assert eventually(lambda: plan._look(key) == flights._Found(1, is_fresh=False))
-    assert eventually(lambda: not plan._look(key).is_there)
+    assert eventually(lambda: not plan._look(f"{key}:gone").is_there)
 
 
 def test_value_that_somebody_deleted_is_not_stale_but_gone(

@@ -21,6 +21,8 @@ from tests.redis_servers import private_redis
 
 #: Seconds that a server on this machine gets to do something.
 PATIENCE = 20
+#: For so long a Sentinel does nothing after it stood still for two seconds.
+TILTED = 30
 #: Seconds after which a backend of these tests gives up on a server that does not answer.
 SILENCE = 1.5
 #: What connections are called that tests count.
@@ -78,9 +80,9 @@ def with_query(url: str, **query: Any) -> str:
 
 def eventually(holds: Callable[[], object], what: str) -> None:
     """Wait until something is so."""
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + TILTED + PATIENCE
     while not holds():
-        assert time.monotonic() < give_up, f"not in {PATIENCE} s: {what}"
+        assert time.monotonic() < give_up, f"not in {TILTED + PATIENCE} s: {what}"
         time.sleep(0.005)
 
 

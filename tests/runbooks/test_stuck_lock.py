@@ -55,7 +55,7 @@ def test_a_dead_holder_is_released(walk: Walk) -> None:
 @incident("stuck-lock", "Its process lives", "mysql", "redis")
 def test_a_living_holder_finishes_when_it_is_asked(walk: Walk) -> None:
     """The page shows a process that lives, which finishes its work."""
-    with walk.site.start("tests.runbooks.workers:hold_until_asked", KEY, 3) as process:
+    with walk.site.start("tests.runbooks.workers:hold_until_asked", KEY, 9) as process:
         process.wait_for("held", PATIENCE)
         named(walk, process)
         walk.confirm()

@@ -29,8 +29,8 @@ from .counting import (
 )
 from .sessions import close_ours, named, sessions
 
-#: Two connections for all threads, and half a second to wait for one.
-SMALL = {"min_size": 1, "max_size": 2, "timeout": 0.5}
+#: Two connections for all threads, and two seconds to wait for one.
+SMALL = {"min_size": 1, "max_size": 2, "timeout": 2}
 #: The same for those that may wait.
 PATIENT = {"min_size": 1, "max_size": 2, "timeout": PATIENCE}
 

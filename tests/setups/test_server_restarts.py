@@ -120,7 +120,7 @@ def test_release_behind_a_restart_is_told(
 ) -> None:
     """A block whose end meets no server keeps its result; the key is taken until its ttl."""
     server, _using, backend = restarted
-    lock = distlock(key, backend=backend, ttl=1, wait=30, retry=EAGER)
+    lock = distlock(key, backend=backend, ttl=4, wait=30, retry=EAGER)
     with lock as lease:
         server.stop()
     assert "could not be released" in caplog.text
@@ -155,7 +155,7 @@ def _attempts(using: str) -> int:
 def test_waiter_is_told_at_its_deadline(key: str, restarted: tuple[Restartable, str, str]) -> None:
     """Where the server stays away, waiting ends with an error, and not with a grant."""
     server, using, backend = restarted
-    lock = distlock(key, backend=backend, ttl=60, wait=1.5, retry=EAGER)
+    lock = distlock(key, backend=backend, ttl=60, wait=4, retry=EAGER)
     with lock as lease:
         waiting = Later(lock.acquire)
         assert eventually(lambda: _attempts(using) > 0, timeout=10)

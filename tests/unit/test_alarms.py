@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -69,8 +70,10 @@ def test_each_is_told_at_its_time(made: Alarms) -> None:
     watched = [Watched(made, after) for after in (0.9, 0.3, 0.6)]
     assert eventually(lambda: all(each.told for each in watched))
     assert all(len(each.told) == 1 and each.told[0] >= each.at for each in watched)
-    last, first, second = (each.told[0] for each in watched)
-    assert first < second < last
+    in_order = sorted(watched, key=lambda each: each.at)
+    for sooner, later in pairwise(in_order):
+        # Whoever looks late, where the machine stood still, finds several at once.
+        assert sooner.told[0] < later.told[0] or sooner.told[0] >= later.at
 
 
 def test_earlier_one_is_not_kept_waiting(made: Alarms, monkeypatch: pytest.MonkeyPatch) -> None:
