@@ -7,6 +7,7 @@ restart, a failover or `SCRIPT FLUSH`.
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -25,6 +26,8 @@ class Script(NamedTuple):
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
+#: The name that a part of `common.lua` defines.
+_NAME = re.compile(r"^local (?:function )?(\w+)", re.MULTILINE)
 #: The scripts that a script calls, as functions of keys and arguments.
 _CALLS = {"acquire_many": ("acquire", "share")}
 
@@ -35,7 +38,20 @@ def script(name: str) -> Script:
     called = "".join(
         f"local function {each}(KEYS, ARGV)\n{_source(each)}end\n" for each in _CALLS.get(name, ())
     )
-    return Script.of(f"{_source('common')}\n{called}{_source(name)}")
+    return Script.of(_with_common(f"{called}{_source(name)}"))
+
+
+def _with_common(source: str) -> str:
+    """Add what a script uses of `common.lua`: each call makes these functions again.
+
+    The parts are separated by empty lines, and use only what is above them.
+    """
+    beginning, *parts = _source("common").split("\n\n")
+    for part in reversed(parts):
+        (name,) = _NAME.findall(part)
+        if re.search(rf"\b{name}\b", source):
+            source = f"{part}\n\n{source}"
+    return f"{beginning}\n\n{source}"
 
 
 def _source(name: str) -> str:

@@ -1,4 +1,4 @@
--- The beginning of every script.
+-- What scripts share. Each begins with the clock, and gets the parts that it uses.
 --
 -- Times are microseconds since 1970, which a double holds exactly. "" means none.
 local clock = redis.call('TIME')
