@@ -85,7 +85,7 @@ _act_unique("started_late", LATE, **_STARTED)
 _act_unique("started_short", LATE, ttl=SHORT, **_STARTED)
 _act_unique("started_beside", {}, on_conflict="run", **_STARTED)
 _act_unique("started_and_locked", {}, lock="{key}", **_STARTED)
-_LAST: dict[str, Any] = {"debounce": 1, "retry": SOON}
+_LAST: dict[str, Any] = {"debounce": 2, "retry": SOON}
 _act_unique("last", {}, **_LAST)
 _act_unique("last_late", LATE, **_LAST)
 _act_unique("last_short", LATE, ttl=SHORT, **_LAST)

@@ -32,7 +32,7 @@ from .project import create
 
 HERE = "tests.celery.test_debounce"
 #: Seconds behind the last call, in these tests.
-DEBOUNCE = 1.0
+DEBOUNCE = 2.0
 LONG_TEXT = "tell " + 100_000 * "long "
 
 
