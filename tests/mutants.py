@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "each statement of a call gets the whole time limit of the call",
-        "postgres_orm", "django_distlock/core/budgets.py",
+        "postgres_orm", "django_distlock/core/durations.py",
         old=r"min\(until, _end\.get\(\)\)", new="math.inf",
         test="tests/integration/test_slow_stores.py::test_call_on_a_slow_store_ends_in_its_time",
     ),

@@ -1,12 +1,23 @@
-"""Durations are seconds: a float, an int or a timedelta, checked in one place."""
+"""Durations are seconds: a float, an int or a timedelta, checked in one place.
+
+The time that one call has is kept here as well. Whoever drives a call says until when it lasts.
+Whoever waits for a store asks here, however deep below: opening a connection takes of that time,
+and so does each statement and each answer.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Final, ParamSpec, TypeAlias, TypeVar
 
 from .errors import InvalidArgument, shown
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: What a caller may give as a duration; numbers are seconds.
 Duration: TypeAlias = float | timedelta
@@ -76,3 +87,39 @@ def ttl_seconds(value: object, *, maximum: float = math.inf) -> float:
     if type(value) is float and MIN_TTL <= value <= min(maximum, _MOST):
         return value
     return seconds(value, "ttl", minimum=MIN_TTL, maximum=maximum)
+
+
+# The time of a call
+
+#: Seconds that a store gets beyond `wait` for all that is still to be asked then.
+PATIENCE: Final = 5.0
+
+
+class Over(Exception):
+    """The call has no time left."""
+
+    def __str__(self) -> str:
+        return "The time limit of the call has passed."
+
+
+_end: ContextVar[float] = ContextVar("distlock_end", default=math.inf)
+
+
+def end(seconds: float = math.inf) -> float:
+    """Return until when to wait (`time.monotonic`) for what may take so many seconds by itself."""
+    return min(time.monotonic() + seconds, _end.get())
+
+
+def left(seconds: float = math.inf) -> float:
+    """Return for how many of these seconds to wait: not below 0, nor for longer than the call."""
+    return max(0.0, min(seconds, _end.get() - time.monotonic()))
+
+
+def spend(until: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Make a call that lasts until then (`time.monotonic`) at most, or as long as one around it.
+
+    In a context of its own, so that nothing has to be put back where a signal's handler raises.
+    """
+    context = copy_context()
+    context.run(_end.set, min(until, _end.get()))
+    return context.run(call, *args, **kwargs)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from .durations import MAX_BOUND
+from .durations import MAX_BOUND, Over, left
 
 T = TypeVar("T")
 
@@ -219,3 +219,14 @@ def begun(work: Callable[[], T], name: str) -> Future[T]:
 
     start_thread(threading.Thread(target=run, name=name, daemon=True))
     return done
+
+
+def apart(work: Callable[[], T], name: str) -> T:
+    """Do some work that knows no bound; if the call ends first, leave it behind, by `Over`."""
+    seconds = left()
+    if seconds == math.inf:
+        return work()
+    try:
+        return begun(work, name).result(seconds)
+    except TimeoutError as error:
+        raise Over from error

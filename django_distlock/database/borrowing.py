@@ -29,7 +29,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error as DjangoDatabaseError
 from django.db.utils import OperationalError
 
-from ..core import budgets
+from ..core import durations
 from ..core.clock import monotonic
 from ..core.durations import MAX_BOUND, MAX_STANDSTILL
 from ..core.errors import BackendUnavailable, LockError
@@ -124,7 +124,7 @@ class Use:
         self.until = self._since = math.inf
         self._patience = patience
         # Asked for here, because the thread that compares it has another context.
-        self._end = budgets.end()
+        self._end = durations.end()
         self._is_watched = False
         self.reference: weakref.ref[Any] | None = None
         self._pool = pool
@@ -433,7 +433,7 @@ class LockConnections:
         return own
 
     def _waited_for(self, template: BaseDatabaseWrapper, user: Any) -> Own:
-        until = budgets.end(MAX_BOUND)
+        until = durations.end(MAX_BOUND)
         bell: SimpleQueue[None] = SimpleQueue()
         turn = user, bell
         self._waiting.append(turn)
@@ -675,7 +675,7 @@ class _Opening:
     """The part of an `Opening` that the sweeper refers to, so that it does not keep that alive."""
 
     def __init__(self, block: Opening, cut: Callable[[], None]):
-        self.until = budgets.end()
+        self.until = durations.end()
         self._block = weakref.ref(block)
         self._cut = cut
 

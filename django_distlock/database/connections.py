@@ -21,7 +21,7 @@ from django.db import connections
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
-from ..core import budgets
+from ..core import durations
 from ..core.errors import LockUsageError
 
 #: Seconds after which an idle connection of this package is closed.
@@ -342,7 +342,7 @@ def _open_in_time(connection: BaseDatabaseWrapper) -> None:
 def _opening_seconds(options: Mapping[str, Any]) -> Any:
     """Return `connect_timeout`: the project's, or the rest of the call's time if that is less."""
     given = options.get("connect_timeout", CONNECT_SECONDS)
-    if (left := budgets.left()) == math.inf:
+    if (left := durations.left()) == math.inf:
         return given
     # Drivers accept whole seconds, and at least two.
     return max(2, int(min(left, float(given) or left)))

@@ -17,7 +17,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..conf import DEFAULT_TABLES, table
-from ..core import budgets
+from ..core import durations
 from ..core.durations import MAX_BOUND
 from .borrowing import LockConnections, Own
 from .connections import CONNECT_SECONDS
@@ -75,7 +75,7 @@ class TableConnections(LockConnections):
         if (decided := self._known()) is not None:
             return decided[1]
         # One thread asks for all. With a time limit, because a signal may leave it locked.
-        mine = self._asking.acquire(timeout=budgets.left(MAX_BOUND))
+        mine = self._asking.acquire(timeout=durations.left(MAX_BOUND))
         try:
             if (decided := self._known()) is not None:
                 return decided[1]

@@ -16,7 +16,7 @@ from django.dispatch import Signal
 
 from ..backends.base import BaseLockBackend
 from ..backends.queues import Turn
-from ..core import budgets
+from ..core import durations
 from ..core.acquiring import Attempt, Steps, acquiring
 from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
@@ -133,7 +133,7 @@ class Attempts:
         self._started = now if request.since is None else request.since
         wait = math.inf if request.wait is None else request.wait
         # The end of the time for all requests, by `time.monotonic`.
-        self._end = time.monotonic() + self._started - now + wait + budgets.PATIENCE
+        self._end = time.monotonic() + self._started - now + wait + durations.PATIENCE
         self._took = 0.0
         self._answered = None if request.answered is None else request.answered()
         self._token = new_token() if self._answered is None else self._answered.token
@@ -187,7 +187,7 @@ class Attempts:
             # True until there is an answer: a signal's handler may raise before it is stored.
             unanswered, self._unanswered = self._unanswered, True
             try:
-                outcome: Outcome = budgets.spend(
+                outcome: Outcome = durations.spend(
                     self._end,
                     self.backend.acquire,
                     request.key,
@@ -229,7 +229,7 @@ class Attempts:
     def read(self) -> Record | None:
         """Return the record of the key; None: nobody holds it, or the store is unavailable."""
         try:
-            return budgets.spend(self._end, self.backend.read, self.request.key)
+            return durations.spend(self._end, self.backend.read, self.request.key)
         except BackendUnavailable:
             return None
 
@@ -307,7 +307,7 @@ class Attempts:
 
         Estimated from the last attempt in this process, because this caller may have made none.
         """
-        left = self._end - budgets.PATIENCE - time.monotonic()
+        left = self._end - durations.PATIENCE - time.monotonic()
         return self.backend.queues.took * NOTE_COSTS <= min(left, SAFETY_SECONDS)
 
     def note(self) -> None:
@@ -316,8 +316,8 @@ class Attempts:
         request = self.request
         # No decision depends on the note, and it must not use the time of the last attempt.
         with suppress(LockError):
-            self._note = budgets.spend(
-                self._end - budgets.PATIENCE,
+            self._note = durations.spend(
+                self._end - durations.PATIENCE,
                 self.backend.waiters.note,
                 *(request.key, request.holder, self._note_lives(), self._note),
             )
@@ -339,7 +339,7 @@ class Attempts:
         # On a slow or unavailable store, the note is left to expire.
         if self.backend.queues.took * NOTE_COSTS <= SAFETY_SECONDS:
             with suppress(LockError):
-                budgets.spend(self._end, drop)
+                durations.spend(self._end, drop)
 
     # The end
 
@@ -347,7 +347,7 @@ class Attempts:
         """Release a grant that will not be used."""
         answered = not self._unanswered
         try:
-            released = budgets.spend(self._end, self.backend.release, grant)
+            released = durations.spend(self._end, self.backend.release, grant)
             answered = released is not UNKNOWN and answered
         except BackendUnavailable:
             answered = False

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from ..core import budgets
+from ..core import durations
 from ..core.durations import Duration, ttl_seconds
 from ..core.errors import LockError, LockNotAcquired
 from ..core.keys import new_token
@@ -124,7 +124,7 @@ def _downgrade(holding: Holding) -> None:
     try:
         # The lease is not renewed meanwhile, so only a half of what is left is used.
         now = holding.monotonic()
-        until = now + min(budgets.PATIENCE, (holding.deadline - now) / 2)
+        until = now + min(durations.PATIENCE, (holding.deadline - now) / 2)
         answer = insist(store, question, until, holding.terms.retry)
         if answer is UNKNOWN and not holding.is_lost:
             raise refusal(

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 
 from ..backends.base import BaseLockBackend
-from ..core import budgets
+from ..core import durations
 from ..core.errors import LockError, LockUsageError
 from ..core.keys import Key, stored_key
 from ..core.records import Grant, Unknown
@@ -140,7 +140,7 @@ def adopt(store: BaseLockBackend, request: Request, terms: Terms, block: Block) 
     # If this is interrupted, the transactions keep it again, also for a lease without a block.
     block.home = request.home
     wait = math.inf if request.wait is None else request.wait
-    end = time.monotonic() + wait + budgets.PATIENCE
+    end = time.monotonic() + wait + durations.PATIENCE
     adopted: Lease | None = None
     try:
         adopted = _successor(waiting.owner, store, terms, wait, block, end)
@@ -151,7 +151,7 @@ def adopt(store: BaseLockBackend, request: Request, terms: Terms, block: Block) 
     if adopted is not None:
         waiting.settle()
     elif waiting.owner.lost_by == GONE:
-        budgets.spend(end, waiting.end)
+        durations.spend(end, waiting.end)
     else:
         waiting.give_back()
     block.adopting = None
@@ -195,7 +195,7 @@ def _successor(
             kept.shorten(store.monotonic() + kept.counted(terms.ttl))
             return ask_to_extend(kept, terms.ttl, bound)
 
-        answer = budgets.spend(end, insist, store, question, until, terms.retry)
+        answer = durations.spend(end, insist, store, question, until, terms.retry)
         if answer is None:
             kept.lost_by = GONE
         if not isinstance(answer, Grant):

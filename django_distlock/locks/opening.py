@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..backends.base import BaseLockBackend
-from ..core import budgets
+from ..core import durations
 from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable, LockError
 from ..core.keys import new_token
@@ -176,7 +176,7 @@ class Opening:
         store, lock = self.backend, self._locks[0]
         terms = lock._terms(store)
         wait = math.inf if self.wait is None else self.wait
-        end = time.monotonic() + wait + budgets.PATIENCE
+        end = time.monotonic() + wait + durations.PATIENCE
         now, shared = datetime.now(UTC), terms.permits != 1
         self._granted = [
             Grant(key, token, 1, terms.ttl, now, None, shared=shared)
@@ -186,7 +186,7 @@ class Opening:
         self._unanswered, sent_at = True, store.monotonic()
         answered = partial(Answered, sent_at=sent_at)
         try:
-            found = budgets.spend(
+            found = durations.spend(
                 end,
                 store.records.acquire,
                 *(self._tokens, terms.ttl, terms.holder),

@@ -23,7 +23,7 @@ from django_distlock import (
     lock_backends,
     signals,
 )
-from django_distlock.core import budgets
+from django_distlock.core import durations
 from django_distlock.core.records import UNKNOWN
 from django_distlock.process.deferred_release import waiting_release
 from tests.backends import Registered
@@ -390,7 +390,7 @@ def test_what_was_taken_away_is_ended_in_the_time_of_the_call(
     release = store.release
 
     def measured(*args: Any, **how: Any) -> Any:
-        left.append(budgets.left())
+        left.append(durations.left())
         return release(*args, **how)
 
     lock = lock_of(registered, key, wait=0)
@@ -399,7 +399,7 @@ def test_what_was_taken_away_is_ended_in_the_time_of_the_call(
         monkeypatch.setattr(store, "release", measured)
         with lock:
             assert left != []
-            assert max(left) <= budgets.PATIENCE
+            assert max(left) <= durations.PATIENCE
 
 
 def test_going_on_does_not_wait_for_the_garbage_collector(registered: Registered, key: str) -> None:

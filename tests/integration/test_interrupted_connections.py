@@ -17,7 +17,7 @@ import pytest
 from django.db import connections, transaction
 
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.core import budgets
+from django_distlock.core import durations
 from django_distlock.core.errors import LockError
 from django_distlock.database import borrowing
 from django_distlock.handler import lock_backends
@@ -189,7 +189,7 @@ def test_interrupted_opening_is_not_watched_for_ever() -> None:
 
     before: set[Any] = set(borrowing._sweeping().watched)
     assert not leave()  # Without an end there is nothing to be cut.
-    (watched,) = budgets.spend(time.monotonic() + 60, leave)
+    (watched,) = durations.spend(time.monotonic() + 60, leave)
     assert eventually(lambda: watched not in borrowing._sweeping().watched)
 
 

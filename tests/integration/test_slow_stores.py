@@ -17,7 +17,7 @@ from redis import RedisCluster
 
 from django_distlock import BackendUnavailable, Lease, Lock, LockError, LockNotAcquired, distlock
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.core import budgets
+from django_distlock.core import durations
 from django_distlock.core.clock import monotonic
 from django_distlock.database.borrowing import TICK_SECONDS
 from django_distlock.handler import lock_backends
@@ -44,7 +44,7 @@ ALIASES = ["postgres", "postgres_orm", "mariadb", "advisory", "redis", "redis_cl
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(durations, "PATIENCE", PATIENCE)
 
 
 @contextmanager

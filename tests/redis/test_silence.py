@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from django_distlock.backends.redis import clients
-from django_distlock.core import budgets
+from django_distlock.core import durations
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
@@ -142,7 +142,7 @@ def test_handshake_of_tls_ends_in_the_time_of_the_call(key: str) -> None:
         backend = backend_on(f"rediss://127.0.0.1:{silent.getsockname()[1]}/0")
         until = time.monotonic() + SILENCE
         with pytest.raises(BackendUnavailable) as caught:
-            Later(budgets.spend, until, backend.read, key).result()
+            Later(durations.spend, until, backend.read, key).result()
         assert caught.value.code == "network_timeout"
 
 

@@ -27,7 +27,7 @@ from django_distlock import (
 )
 from django_distlock.backends import queues
 from django_distlock.conf import BackendConfig
-from django_distlock.core import budgets, retry, threads
+from django_distlock.core import durations, retry, threads
 from django_distlock.core.holders import Holder
 from django_distlock.core.secrets import Token
 from django_distlock.database import workers
@@ -68,7 +68,7 @@ _THREADED: tuple[ModuleType, ...] = (
     threads, attempts, blocks, callbacks, deadlocks, deferred_release, queues, release_module,
     state,
 )  # fmt: skip
-_TIMED: tuple[ModuleType, ...] = (acquire, attempts, blocks, budgets, context, queues, transfer)
+_TIMED: tuple[ModuleType, ...] = (acquire, attempts, blocks, durations, context, queues, transfer)
 #: What may come of an operation where things go wrong.
 EXPECTED = (BackendUnavailable, LockLost, LockNotAcquired, LockUsageError)
 
@@ -330,7 +330,7 @@ class History:
         """See that a call does not last for longer than its wait and what the store gets."""
         took = self.world.now - began
         assert isinstance(asked.wait, (int, float))
-        if took > asked.wait + budgets.PATIENCE + 0.5 and clean and not process.stood:
+        if took > asked.wait + durations.PATIENCE + 0.5 and clean and not process.stood:
             raise Violation(f"{current_thread().name} waited {took:.2f} s for {asked.wait:g}")
 
     def _work(self, process: Process, lease: Lease, work: tuple[Step, ...]) -> None:

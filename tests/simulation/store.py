@@ -17,7 +17,7 @@ from django_distlock.backends.memory import MemoryBackend
 from django_distlock.backends.queues import Turn
 from django_distlock.backends.shelf import Shelf
 from django_distlock.conf import BackendConfig
-from django_distlock.core import budgets
+from django_distlock.core import durations
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.records import UNKNOWN, Attempt, Contended, Grant, Record, Unknown
 from django_distlock.locks.attempts import PATIENCE, Attempts
@@ -306,7 +306,7 @@ class Client(BaseLockBackend):
         is_cut = chance() < network.late
         is_cut_off = is_cut or self.remote.is_down
         silence = self.remote.plan.silence if what.startswith("acquire") else SILENCE
-        patience = 0.002 if is_cut_off else min(bound + silence, budgets.left())
+        patience = 0.002 if is_cut_off else min(bound + silence, durations.left())
         # From here on nobody else runs until this thread waits for its answer.
         ticket = me.ticket + 1
         if is_cut:

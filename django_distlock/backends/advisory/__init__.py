@@ -12,7 +12,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import Error
 
 from ...conf import BackendConfig
-from ...core import budgets
+from ...core import durations
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ...core.fences import check_fence, used_up
@@ -117,7 +117,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
             if session.closed or self._holdings.of_token(held.record.token) is not held:
                 return None
             try:
-                session.catch_up(budgets.end(MAX_BOUND))
+                session.catch_up(durations.end(MAX_BOUND))
                 # A request to stop stays with the same holder.
                 is_same = held.record.holder == attempt.holder
                 turn, paused, fence, now, number, _ = self._ask_for(
@@ -215,7 +215,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         holding = self._holdings.of_token(grant.token, name)
         if holding is None:
             return None
-        pong = ping(holding, budgets.end(MAX_BOUND))
+        pong = ping(holding, durations.end(MAX_BOUND))
         if isinstance(pong, Error):
             raise self._refused(pong, grant.key) from pong
         return self._extended(holding, grant, ttl, pong)
@@ -224,7 +224,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         # Each session is a connection of its own, so there cannot be one round trip for all.
         found = [self._holdings.of_token(grant.token, name) for name, grant in named]
         known = {holding for holding in found if holding is not None}
-        pongs = ping_many(known, budgets.end(MAX_BOUND))
+        pongs = ping_many(known, durations.end(MAX_BOUND))
         return [
             None if holding is None else self._extended(holding, grant, grant.ttl, pongs[holding])
             for holding, (_name, grant) in zip(found, named, strict=True)
@@ -267,7 +267,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
     def _unlock(self, holding: Holding) -> bool:
         session = holding.session
         try:
-            session.catch_up(budgets.end(MAX_BOUND))
+            session.catch_up(durations.end(MAX_BOUND))
             return session.ask("distlock_release", holding.number)[0] == "t"
         except Error:
             # If the session had ended, it held nothing; if not, closing it frees the key.

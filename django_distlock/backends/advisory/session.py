@@ -18,7 +18,7 @@ import psycopg
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.pq import ConnStatus, ExecStatus
 
-from ...core import budgets
+from ...core import durations
 from ...database.borrowing import Opening, cut, is_readable
 from ...database.connections import (
     CONNECT_SECONDS,
@@ -82,7 +82,7 @@ class Session:
             with self._errors():
                 self._pgconn.send_query(self._preparation(prepared).encode())
                 self.awaits = True
-                until = budgets.end(ANSWER_SECONDS)
+                until = durations.end(ANSWER_SECONDS)
                 self._flush(until)
                 first = self._receive(until)[0]
         except BaseException as error:
@@ -97,7 +97,7 @@ class Session:
         """Run a prepared statement, and return its one row; `NoAnswer`: the session is closed."""
         try:
             self.send(statement, *arguments)
-            return self.receive(budgets.end(ANSWER_SECONDS))
+            return self.receive(durations.end(ANSWER_SECONDS))
         except NoAnswer:
             self.close()
             raise
@@ -108,7 +108,7 @@ class Session:
             values = [None if each is None else str(each).encode() for each in arguments]
             self._pgconn.send_query_prepared(statement.encode(), values)
             self.awaits = True
-            self._flush(budgets.end(ANSWER_SECONDS))
+            self._flush(durations.end(ANSWER_SECONDS))
 
     def receive(self, until: float) -> Row:
         """Return the one row of the answer; `NoAnswer`: it has not come yet, see `catch_up`."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from django.db import connections
 
-from ...core import budgets
+from ...core import durations
 from ...core.clock import monotonic
 from ...core.durations import MAX_BOUND
 from ...core.threads import Bell, start_thread
@@ -108,7 +108,7 @@ class Sessions:
             PoolerInBetween: The connection does not lead to the server itself.
             django.db.Error: No session can be opened.
         """
-        until = budgets.end(MAX_BOUND)
+        until = durations.end(MAX_BOUND)
         while (place := self._place()) is None:
             if sum(each.holds for each in _living(self._open)) >= self.limit:
                 raise AllInUse("hold locks")

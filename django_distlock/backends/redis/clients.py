@@ -23,7 +23,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import SentinelConnectionPool
 
-from ...core import budgets
+from ...core import durations
 from ...core.errors import BackendUnavailable, LockError, shown
 from ...exceptions import InvalidLockBackend
 
@@ -43,7 +43,7 @@ _ADDRESS = re.compile(
 #: Our codes by class of error; the first that fits counts.
 _CODES: tuple[tuple[type[Exception], str], ...] = (
     (exceptions.TimeoutError, "network_timeout"),
-    (budgets.Over, "network_timeout"),
+    (durations.Over, "network_timeout"),
     (exceptions.AuthenticationError, "auth_failed"),
     (exceptions.AuthenticationWrongNumberOfArgsError, "auth_failed"),
     (exceptions.AuthorizationError, "auth_failed"),

@@ -16,7 +16,7 @@ from typing import Any
 from redis import exceptions
 from redis.cluster import ClusterNode
 
-from ...core import budgets
+from ...core import durations, threads
 from ...core.threads import begun
 from .clients import ERRORS, own_pool
 from .lines import Call, ThreadLines
@@ -138,11 +138,11 @@ class ClusterLines:
         if now - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = now
-        with suppress(*ERRORS, budgets.Over):
+        with suppress(*ERRORS, durations.Over):
             self._look()  # If none answers, the next request will report it.
 
     def _look(self) -> None:
-        budgets.apart(self._client.nodes_manager.initialize, "distlock-cluster")
+        threads.apart(self._client.nodes_manager.initialize, "distlock-cluster")
 
     def _asked(self, call: Call) -> Any:
         try:

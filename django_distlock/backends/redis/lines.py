@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from redis import exceptions
 
-from ...core import budgets
+from ...core import durations
 from ...database.borrowing import Opening, is_readable
 from ..lua import Script
 from .clients import address_of
@@ -182,11 +182,11 @@ def _taken(pool: Any, idle: deque[Any]) -> Any:
 
 def _open(connection: Any) -> None:
     """Open a connection if necessary, in the time that the call has left."""
-    if connection._sock is not None or (left := budgets.left()) == math.inf:
+    if connection._sock is not None or (left := durations.left()) == math.inf:
         connection.connect()
         return
     if not left:
-        raise budgets.Over
+        raise durations.Over
     connecting, answering = connection.socket_connect_timeout, connection.socket_timeout
     # Not restored after a failure, because such a connection is not used again.
     connection.socket_connect_timeout = min(left, connecting)
@@ -209,9 +209,9 @@ def shut(wire: Any) -> None:
 
 def _bound(connection: Any) -> bool:
     """Limit the wait for an answer to what the call has left; return whether that is shorter."""
-    left = budgets.left(usual := connection.socket_timeout)
+    left = durations.left(usual := connection.socket_timeout)
     if not left:
-        raise budgets.Over
+        raise durations.Over
     if left < usual:
         connection._sock.settimeout(left)
     return bool(left < usual)

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 
 import redis
 
-from ...core import budgets
+from ...core import durations, threads
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError
 from ...core.holders import Holder
 from ...core.records import SPOILED, Record, Unreadable
@@ -76,7 +76,7 @@ class RedisStore:
         """A client with the store's address: a `redis.Redis`, or a `redis.RedisCluster`."""
         if self._client is None:
             # The client of a cluster connects at once, and may take as long as its settings allow.
-            budgets.apart(self._make_client, f"distlock-{self._alias}-client")
+            threads.apart(self._make_client, f"distlock-{self._alias}-client")
         return self._client
 
     @property
@@ -267,7 +267,7 @@ class RedisStore:
     def _asking(self, key: str | None = None) -> Iterator[ThreadLines | ClusterLines]:
         try:
             yield self._made()
-        except (*ERRORS, budgets.Over) as error:
+        except (*ERRORS, durations.Over) as error:
             raise translated(error, self._alias, key) from error
 
     def _made(self) -> ThreadLines | ClusterLines:

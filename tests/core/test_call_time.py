@@ -8,28 +8,28 @@ import time
 
 import pytest
 
-from django_distlock.core import budgets
+from django_distlock.core import durations, threads
 
 
 def test_nobody_is_bounded_outside_of_a_call() -> None:
     """What takes seconds by itself takes those."""
-    assert budgets.left() == math.inf
-    assert budgets.left(3.0) == 3.0
-    assert budgets.end(3.0) == pytest.approx(time.monotonic() + 3, abs=1)
+    assert durations.left() == math.inf
+    assert durations.left(3.0) == 3.0
+    assert durations.end(3.0) == pytest.approx(time.monotonic() + 3, abs=1)
 
 
 def test_call_takes_no_longer_than_one_around_it() -> None:
     """The sooner end counts, and nothing of it is left behind."""
     soon, late = time.monotonic() + 10, time.monotonic() + 20
-    assert budgets.spend(soon, budgets.spend, late, budgets.end) == soon
-    assert budgets.spend(late, budgets.spend, soon, budgets.end) == soon
-    assert budgets.spend(soon, budgets.left, 3.0) == 3.0
-    assert budgets.end() == math.inf
+    assert durations.spend(soon, durations.spend, late, durations.end) == soon
+    assert durations.spend(late, durations.spend, soon, durations.end) == soon
+    assert durations.spend(soon, durations.left, 3.0) == 3.0
+    assert durations.end() == math.inf
 
 
 def test_call_that_is_over_has_nothing_left() -> None:
     """Not less than that: it would be no timeout."""
-    assert budgets.spend(time.monotonic() - 1, budgets.left) == 0.0
+    assert durations.spend(time.monotonic() - 1, durations.left) == 0.0
 
 
 def test_work_without_a_bound_is_left_behind() -> None:
@@ -40,11 +40,11 @@ def test_work_without_a_bound_is_left_behind() -> None:
         release.wait(20)
         done.set()
 
-    with pytest.raises(budgets.Over):
-        budgets.spend(time.monotonic() + 0.01, budgets.apart, work, "work")
+    with pytest.raises(durations.Over):
+        durations.spend(time.monotonic() + 0.01, threads.apart, work, "work")
     release.set()
     assert done.wait(20)
-    assert budgets.spend(time.monotonic() + 20, budgets.apart, threading.get_ident, "work") != (
+    assert durations.spend(time.monotonic() + 20, threads.apart, threading.get_ident, "work") != (
         threading.get_ident()
     )
-    assert budgets.apart(threading.get_ident, "work") == threading.get_ident()
+    assert threads.apart(threading.get_ident, "work") == threading.get_ident()
