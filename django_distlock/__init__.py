@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         LockNotAcquired,
         LockUsageError,
     )
-    from .core.holders import Holder
     from .core.keys import hashed_key
+    from .core.records import Holder
     from .core.retry import Retry
     from .exceptions import InvalidLockBackend
     from .flights import asingle_flight, single_flight
@@ -68,8 +68,8 @@ _NAMES = {
         BackendUnavailable FenceRejected InvalidArgument LockError LockLost LockNotAcquired
         LockUsageError
     """,
-    "core.holders": "Holder",
     "core.keys": "hashed_key",
+    "core.records": "Holder",
     "core.retry": "Retry",
     "exceptions": "InvalidLockBackend",
     "flights": "asingle_flight single_flight",

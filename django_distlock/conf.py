@@ -19,7 +19,7 @@ from django.core.signals import setting_changed
 
 from .core.durations import LONGEST, MIN_TTL, number, seconds
 from .core.errors import InvalidArgument, shown
-from .core.fences import FENCE_MAX, validate_fence
+from .core.records import FENCE_MAX, validate_fence
 from .core.retry import Retry
 from .core.secrets import Secret
 from .core.wording import suggestion

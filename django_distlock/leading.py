@@ -22,9 +22,9 @@ from .core.errors import (
     LockNotAcquired,
     LockUsageError,
 )
-from .core.holders import LEADER, Holder
 from .core.keys import normalize_key, own_key
 from .core.logs import log_fields
+from .core.records import LEADER, Holder
 from .core.threads import Bell
 from .handler import lock_backends
 from .locks.blocks import Entered, Keeping, entered_by

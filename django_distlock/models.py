@@ -10,9 +10,8 @@ from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
 from . import conf
-from .core.fences import FENCE_MAX
 from .core.keys import PLACE_BYTES, is_place
-from .core.records import Record, Waiting, known_holder
+from .core.records import FENCE_MAX, Record, Waiting, known_holder
 from .core.wording import printable
 from .database.fields import EventTimeField, InstantField, KeyField, NoteField
 from .managers.fence import FenceCounterManager, refuse_change

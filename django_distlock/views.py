@@ -29,8 +29,9 @@ from .core.bodies import refuse_function, signature_of, whole
 from .core.declarations import Declaration, Kind, declared
 from .core.durations import GRACE, Duration, seconds
 from .core.errors import InvalidArgument, LockNotAcquired, LockUsageError, shown
-from .core.holders import MAX_METADATA_BYTES, MAX_TEXT
 from .core.keys import IllegalKey, KeyTemplate, normalize_key
+from .core.metadata import MAX_METADATA_BYTES
+from .core.records import MAX_TEXT
 from .locks.checking import for_call
 from .locks.lock import Lock, distlock
 from .locks.policy import Policy, Refusal

@@ -12,9 +12,15 @@ from pathlib import Path
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.errors import BackendUnavailable
-from django_distlock.core.fences import next_fence
-from django_distlock.core.holders import Holder
-from django_distlock.core.records import UNKNOWN, Contended, Counter, Page, Record
+from django_distlock.core.records import (
+    UNKNOWN,
+    Contended,
+    Counter,
+    Holder,
+    Page,
+    Record,
+    next_fence,
+)
 
 BUSY = Contended(busy=True)
 

@@ -11,8 +11,7 @@ from datetime import datetime
 from django.utils.functional import Promise
 from django.utils.translation import gettext_lazy as _
 
-from ..core.holders import Holder
-from ..core.records import known_holder
+from ..core.records import Holder, known_holder
 from ..core.wording import is_seen
 from ..inspection import KeyView, Operation
 from ..inspection.history import times_of

@@ -18,8 +18,8 @@ from django.utils.translation import gettext_lazy as _
 from ..backends.base import BaseLockBackend
 from ..checks.configured import configured
 from ..core.errors import LockError
-from ..core.holders import is_plain_text
 from ..core.keys import stored_key
+from ..core.metadata import is_plain_text
 from ..core.wording import printable
 from ..handler import lock_backends
 from ..models import FenceCounter, HeldLock, LockEvent

@@ -15,24 +15,26 @@ from ..core import durations
 from ..core.clock import monotonic
 from ..core.durations import MAX_BOUND, Duration
 from ..core.errors import BackendUnavailable, InvalidArgument, LockUsageError, shown
-from ..core.fences import validate_fence
-from ..core.holders import Holder, Session, is_plain_text
 from ..core.keys import normalize_prefix, place_name, storage_key, stored_key, validate_token
+from ..core.metadata import is_plain_text
 from ..core.records import (
     UNKNOWN,
     Attempt,
     Contended,
     Counter,
     Grant,
+    Holder,
     InTheWay,
     KeptKey,
     KeysAsked,
     Page,
     Raised,
     Record,
+    Session,
     Unknown,
     Waiting,
     Waits,
+    validate_fence,
 )
 from ..core.sharing import validate_permits
 from ..core.threads import in_child

@@ -12,13 +12,13 @@ from django.db import connections
 
 from ..conf import BackendConfig
 from ..core.errors import LockError
-from ..core.holders import Holder
 from ..core.records import (
     UNKNOWN,
     Attempt,
     Contended,
     Freed,
     Grant,
+    Holder,
     InTheWay,
     Page,
     Record,

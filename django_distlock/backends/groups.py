@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, ClassVar
 from ..core import durations
 from ..core.durations import MAX_BOUND, Duration
 from ..core.errors import InvalidArgument, LockUsageError
-from ..core.fences import validate_fence
-from ..core.holders import Holder, Session
 from ..core.keys import stored_key
-from ..core.records import Grant, InTheWay, KeptKey, KeysAsked, Record, Waiting, Waits
+from ..core.records import (
+    Grant,
+    Holder,
+    InTheWay,
+    KeptKey,
+    KeysAsked,
+    Record,
+    Session,
+    Waiting,
+    Waits,
+    validate_fence,
+)
 
 if TYPE_CHECKING:
     from .base import BaseLockBackend

@@ -12,8 +12,7 @@ from typing import Any
 from django.db import DatabaseError, transaction
 
 from ..conf import table
-from ..core.holders import Session
-from ..core.records import KeptKey
+from ..core.records import KeptKey, Session
 from ..database.connections import rows_of
 from ..database.sql import HELD_LOCKS, LOCK_NUMBER, mark, number
 

@@ -18,8 +18,6 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from ..conf import BackendConfig
 from ..core.clock import monotonic
 from ..core.errors import InvalidArgument
-from ..core.fences import clock_fence, next_fence
-from ..core.holders import Session
 from ..core.keys import whole_name
 from ..core.records import (
     Attempt,
@@ -29,8 +27,11 @@ from ..core.records import (
     Page,
     Raised,
     Record,
+    Session,
     Unknown,
+    clock_fence,
     lease_ends,
+    next_fence,
 )
 from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end
 from ..database.connections import OpenTransaction

@@ -19,10 +19,9 @@ from django.utils.connection import ConnectionDoesNotExist
 from ..conf import BackendConfig
 from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
-from ..core.holders import Session
 from ..core.interruptions import pass_on
 from ..core.keys import HASH_MARKER, namespace, storage_key, whole_name
-from ..core.records import Contended, Counter, Grant, Raised, Record
+from ..core.records import Contended, Counter, Grant, Raised, Record, Session
 from ..core.secrets import forget_frames
 from ..database import vendors
 from ..database.borrowing import LONG_SECONDS, NoConnectionFree

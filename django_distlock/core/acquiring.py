@@ -14,9 +14,8 @@ from typing import Any, TypeGuard
 
 from .durations import MAX_BOUND
 from .errors import BackendUnavailable, LockError
-from .holders import Holder
 from .pacing import Outcome, Pacing, leaves_mark
-from .records import Contended, Grant, Record
+from .records import Contended, Grant, Holder, Record
 
 
 @dataclass(slots=True)

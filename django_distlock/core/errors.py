@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from .secrets import without_credentials
 
 if TYPE_CHECKING:
-    from .holders import Holder
+    from .records import Holder
 
 
 def shown(value: object) -> str:

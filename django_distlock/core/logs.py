@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from .holders import Holder
 from .wording import printable
+
+if TYPE_CHECKING:
+    from .records import Holder
 
 #: What each record of the logger `django_distlock` has; None where it says nothing.
 FIELDS: Final = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from .errors import LockError
@@ -24,6 +25,7 @@ SHORTEST_PAUSE = 0.005
 Outcome = Grant | Contended | LockError
 
 
+@dataclass(slots=True)
 class Pacing:
     """How long a caller pauses between its attempts.
 
@@ -32,24 +34,21 @@ class Pacing:
     waiter that has waited longest polls most often. If other transactions are in the way, which
     end soon as well, pauses begin short and double.
 
-    Args:
+    Attributes:
         pauses: Seconds between attempts; its end means that no attempt is left.
         safety: Seconds between attempts while wake-ups come; None: always use `pauses`.
-
-    Attributes:
         missed: How many grants to others the caller has seen.
     """
 
-    def __init__(self, pauses: Iterator[float], safety: float | None = SAFETY_SECONDS):
-        self.missed = 0
-        self.safety = safety
-        self._pauses = pauses
-        self._fence: int | None = None
-        self._short = SHORTEST_PAUSE
+    pauses: Iterator[float]
+    safety: float | None = SAFETY_SECONDS
+    missed: int = 0
+    _fence: int | None = None
+    _short: float = SHORTEST_PAUSE
 
     def step(self) -> float | None:
         """Return the longest value of the next pause; None: no attempt is left."""
-        return next(self._pauses, None)
+        return next(self.pauses, None)
 
     def see(self, outcome: Outcome) -> None:
         """Note which grant is in the way."""

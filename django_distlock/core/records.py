@@ -1,22 +1,155 @@
-"""The arguments and results of backends."""
+"""The arguments and results of backends: holders, grants, records, and fences."""
 
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from dataclasses import dataclass, field, fields, replace
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Final, Literal
 
 from .durations import GRACE
-from .errors import LockError
-from .holders import Holder, Session
+from .errors import InvalidArgument, LockError, shown
 from .keys import place_name
+from .logs import log_fields
+from .metadata import is_plain_text
 from .secrets import Token
 
 _GRACE: Final = timedelta(seconds=GRACE)
+
+#: Metadata of a holder whom others do not wait out, but stand by for: a leader.
+LEADER: Mapping[str, Any] = {"role": "leader"}
+
+#: Characters that a column takes.
+MAX_TEXT = 255
+
+#: A grant with a fence above this logs a warning; above the maximum there are none.
+FENCE_WARNING: Final = 800_000_000_000_000
+FENCE_MAX: Final = 900_000_000_000_000
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+#: What a fence that follows the clock counts: 15 digits last until the year 2255.
+_STEP: Final = timedelta(microseconds=10)
+
+logger = logging.getLogger("django_distlock")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The identity of a holder, as it is stored beside its lock.
+
+    Attributes:
+        host: The host's name, after `DISTLOCK_HOLDER["prefix"]`.
+        boot_id: What tells the start of the host's kernel, and the PID namespace in it, from
+            others: "<boot id>/<inode>"; "" if unknown. Where two are equal, so are the processes
+            that a `pid` can mean.
+        process: A name that a restarted worker keeps.
+        started_at: When the process started, in seconds since the host's boot; None if unknown.
+        task_id: The id of the task or job that runs, if one does.
+        metadata: What the application adds: a user, a reason. JSON, at most 4096 bytes.
+    """
+
+    host: str = ""
+    boot_id: str = ""
+    process: str = ""
+    pid: int = 0
+    started_at: float | None = None
+    thread: str = ""
+    task_id: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("host", "boot_id", "process", "thread", "task_id"):
+            value = getattr(self, name)
+            if value is None and name == "task_id":
+                continue
+            if not is_plain_text(value) or len(value) > MAX_TEXT:
+                raise InvalidArgument(
+                    f"A holder's {name} must be a str of at most {MAX_TEXT} characters without NUL"
+                    f" and surrogates, not {shown(value)}."
+                )
+
+    def is_one(self, host: str | None, task_id: str | None) -> bool:
+        """Whether it has this host and this task; None: any."""
+        return host in (None, self.host) and task_id in (None, self.task_id)
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether a task holds the key, or waits for it, from its queue: no process has to live."""
+        return self.pid == 0 and self.host != "" and self.task_id is not None
+
+    def as_queued(self) -> Holder:
+        """Return a task in its queue: see `is_queued`."""
+        return replace(self, pid=0, started_at=None, thread="")
+
+    @property
+    def where(self) -> str:
+        """Where it runs, as tables show it; "": the store does not tell."""
+        process = f"{self.process}[{self.pid}]" if self.pid else self.process
+        return " ".join(each for each in (self.host, process) if each)
+
+    @property
+    def who(self) -> str:
+        """Who it is, as sentences name it."""
+        return f"{self.process or 'a process'} (pid {self.pid}) on {self.host or 'some host'}"
+
+    def is_caller(self, other: Holder) -> bool:
+        """Whether both are known to be the same thread of a process, or the same task."""
+        if self.task_id is not None or not (self.host and self.pid):
+            return self.task_id is not None and self.task_id == other.task_id
+        ours = (self.host, self.boot_id, self.pid, self.started_at, self.thread)
+        return ours == (other.host, other.boot_id, other.pid, other.started_at, other.thread)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it leads, and those stand by who do not get the key."""
+        return bool(self.metadata.get("role") == LEADER["role"])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a dictionary that `from_json` reads."""
+        return {name: getattr(self, name) for name in _NAMES} | {"metadata": dict(self.metadata)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Holder:
+        """Return the holder that `data` describes.
+
+        Names it does not know are left out: a newer version may have written them.
+
+        Raises:
+            InvalidArgument: Something in it is not what `as_json` would have written.
+        """
+        found = cls(**{name: value for name, value in data.items() if name in _NAMES})
+        if not isinstance(found.metadata, Mapping) or not isinstance(found.pid, int):
+            raise InvalidArgument(f"A holder must have a pid and metadata, not {shown(data)}.")
+        since = found.started_at
+        if not (since is None or (isinstance(since, int | float) and abs(since) < 2**63)):
+            raise InvalidArgument(f"A holder's started_at must be a number, not {shown(since)}.")
+        return found
+
+
+_NAMES = {each.name: None for each in fields(Holder)}
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session of a store with a transaction that keeps a key from being granted anew.
+
+    Attributes:
+        pid: The server's number for it; for locks in memory, this process's.
+        application: What it calls itself; "": nothing, or the server does not tell.
+        client: The address it came from; "": a socket of the server's machine.
+        since: When its transaction began, by the store's clock; None: not known.
+    """
+
+    pid: int
+    application: str = ""
+    user: str = ""
+    client: str = ""
+    since: datetime | None = None
+
 
 #: The errors of reading a record that another program has changed.
 SPOILED: Final = (
@@ -548,3 +681,53 @@ def _span(ttl: float) -> timedelta:
 
 def _between(start: datetime | None, end: datetime | None) -> float | None:
     return None if start is None or end is None else (end - start).total_seconds()
+
+
+# Fences: numbers that order the writes of a key's holders
+
+
+def clock_fence(now: datetime) -> int:
+    """Return the least fence of a grant at `now`, where fences follow the clock."""
+    return (now - _EPOCH) // _STEP
+
+
+def next_fence(key: str, last: int, floor: datetime | None) -> int:
+    """Return the fence after `last`.
+
+    Args:
+        last: The counter of the key; 0: it had none yet.
+        floor: The time whose `clock_fence` it is not to be below; None: it just counts.
+
+    Raises:
+        LockError: There is none: the key has used up its fences.
+    """
+    fence = last + 1 if floor is None else max(last + 1, clock_fence(floor))
+    if fence > FENCE_WARNING:
+        check_fence(key, fence)
+    return fence
+
+
+def check_fence(key: str, fence: int) -> None:
+    """Warn before a key runs out of fences, and refuse the one after the last."""
+    if fence > FENCE_MAX:
+        raise used_up(key)
+    if fence > FENCE_WARNING:
+        extra = log_fields("fences_run_out", key=key, fence=fence)
+        logger.warning("The fence of %r is %d; %d is the last.", key, fence, FENCE_MAX, extra=extra)
+
+
+def used_up(key: str | None) -> LockError:
+    """Return why a key is granted no more."""
+    return LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
+
+
+def validate_fence(value: object, *, least: int = 1, most: int = FENCE_MAX) -> int:
+    """Return a fence that a counter may be raised to, or have.
+
+    Args:
+        least: 0 where that of a key that was never granted will do.
+        most: Less where the key is to have some left.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InvalidArgument(f"A fence must be an int from {least} to {most}, not {shown(value)}.")
+    return value

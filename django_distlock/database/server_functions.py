@@ -15,19 +15,20 @@ from django.db import connections, transaction
 from django.db.utils import DatabaseError
 
 from ..core.durations import GRACE, MAX_BOUND
-from ..core.fences import check_fence, used_up
-from ..core.holders import Holder
 from ..core.records import (
     UNKNOWN,
     Attempt,
     Contended,
     Freed,
     Grant,
+    Holder,
     InTheWay,
     KeysAsked,
     Unknown,
     all_or_none,
+    check_fence,
     known_holder,
+    used_up,
 )
 from ..core.sharing import DOOR_SECONDS
 from . import vendors

@@ -9,8 +9,8 @@ from typing import Any, NoReturn, Protocol
 from django.db import connections, models, transaction
 
 from ..core.errors import FenceRejected, LockUsageError
-from ..core.fences import validate_fence
 from ..core.keys import stored_key
+from ..core.records import validate_fence
 from ..handler import lock_backends
 from ..locks.lease import Lease
 from ..signals import fence_rejected, tell

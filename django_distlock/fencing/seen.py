@@ -17,9 +17,9 @@ from django.db import IntegrityError, connections, router
 from .. import conf
 from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockUsageError
-from ..core.fences import clock_fence, validate_fence
 from ..core.keys import stored_key
 from ..core.logs import log_fields
+from ..core.records import clock_fence, validate_fence
 from ..database import vendors
 from ..database.borrowing import NoConnectionFree
 from ..database.connections import rows_of

@@ -17,8 +17,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..backends.base import BaseLockBackend
 from ..core.documents import by_name
-from ..core.holders import Holder
-from ..core.records import Record, Waits
+from ..core.records import Holder, Record, Waits
 
 
 class State(enum.StrEnum):

@@ -14,9 +14,10 @@ from django.db import router, transaction
 
 from ..backends.base import BaseLockBackend
 from ..core.errors import InvalidArgument, shown
-from ..core.holders import Holder, is_plain_text
 from ..core.interruptions import pass_on
 from ..core.logs import log_fields
+from ..core.metadata import is_plain_text
+from ..core.records import Holder
 from ..core.wording import printable
 from ..signals import lock_forced, lock_operated, tell
 

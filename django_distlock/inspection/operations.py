@@ -16,9 +16,8 @@ from ..backends.base import BaseLockBackend
 from ..core.documents import Document
 from ..core.durations import Duration, seconds
 from ..core.errors import InvalidArgument, LockError, LockUsageError, shown
-from ..core.holders import Session
 from ..core.keys import stored_key
-from ..core.records import Contended, Record
+from ..core.records import Contended, Record, Session
 from ..handler import lock_backends
 from .held import HeldKey
 from .journal import Operation, Order

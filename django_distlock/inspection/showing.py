@@ -18,10 +18,9 @@ from django.utils.connection import ConnectionDoesNotExist
 from ..backends.base import BaseLockBackend
 from ..core.documents import Document, by_name, plain
 from ..core.errors import InvalidArgument, LockError, LockUsageError, shown
-from ..core.holders import Holder, Session
 from ..core.keys import Key, normalize_key, stored_key
 from ..core.logs import log_fields
-from ..core.records import Counter, Record, Waiting, Waits
+from ..core.records import Counter, Holder, Record, Session, Waiting, Waits
 from ..handler import lock_backends
 from .held import HeldKey, hashed, token_hash
 from .history import RELEASED, rare_kinds

@@ -20,11 +20,10 @@ from ..core import durations
 from ..core.acquiring import Attempt, Steps, acquiring
 from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
-from ..core.holders import Holder
 from ..core.keys import new_token
 from ..core.logs import log_fields
 from ..core.pacing import SAFETY_SECONDS, Outcome, Pacing
-from ..core.records import UNKNOWN, Contended, Grant, Record
+from ..core.records import UNKNOWN, Contended, Grant, Holder, Record
 from ..core.retry import Retry
 from ..process import deferred_release
 from ..process.deadlocks import Name, Wait, waits

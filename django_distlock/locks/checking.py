@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
 
 from ..core.durations import MIN_TTL, seconds, ttl_seconds, wait_seconds
 from ..core.errors import InvalidArgument, LockUsageError, shown
-from ..core.holders import validate_metadata
 from ..core.keys import KeyTemplate, normalize_key
+from ..core.metadata import validate_metadata
 from ..core.retry import Retry
 from ..core.sharing import validate_permits
 from ..process.host import current_holder

@@ -16,7 +16,7 @@ from django.db import transaction
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND, Duration
 from ..core.errors import LockUsageError
-from ..core.holders import Holder
+from ..core.records import Holder
 from ..process import deferred_release
 from ..process.at_exit import held_here
 from . import transfer

@@ -14,8 +14,8 @@ from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration, seconds, ttl_seconds, wait_seconds
 from ..core.errors import LockNotAcquired, LockUsageError
-from ..core.holders import validate_metadata
 from ..core.keys import Key, KeyTemplate, normalize_key
+from ..core.metadata import validate_metadata
 from ..core.retry import Retry
 from ..core.sharing import Permits
 from ..handler import lock_backends

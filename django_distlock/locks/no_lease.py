@@ -8,7 +8,7 @@ from django.dispatch import Signal
 
 from ..core.durations import Duration
 from ..core.errors import LockError, LockUsageError
-from ..core.holders import Holder
+from ..core.records import Holder
 from ..handler import lock_backends
 from ..signals import lock_bypassed, tell, work_requeued, work_skipped
 from .callbacks import Callback

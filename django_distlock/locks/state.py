@@ -20,10 +20,9 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 from ..backends.base import BaseLockBackend
 from ..core.errors import BackendUnavailable, LockLost, LockUsageError
-from ..core.holders import Holder
 from ..core.interruptions import Underway
 from ..core.logs import log_fields
-from ..core.records import Grant
+from ..core.records import Grant, Holder
 from ..core.renewing import Renewing
 from ..core.retry import Retry
 from ..process import deferred_release

@@ -16,7 +16,7 @@ from django.core.management.base import CommandError, CommandParser
 from ..backends.base import BaseLockBackend
 from ..core.documents import plain
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
-from ..core.holders import Session
+from ..core.records import Session
 from ..core.wording import instant, printable, span
 from ..handler import lock_backends
 from ..inspection import Failure, HeldKey, LockPage, State, list_locks

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections, transaction
 
-from ..core.fences import next_fence
-from ..core.holders import Holder
-from ..core.records import Attempt, Contended, Freed, Grant, Record, lease_ends
+from ..core.records import Attempt, Contended, Freed, Grant, Holder, Record, lease_ends, next_fence
 from ..database.connections import is_own
 from ..database.fields import from_microseconds, instant, stored, to_microseconds
 from ..database.server_functions import contended

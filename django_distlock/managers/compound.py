@@ -19,8 +19,7 @@ from django.db import OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..core.durations import GRACE
-from ..core.fences import FENCE_MAX
-from ..core.records import Attempt, Contended, Freed, Grant
+from ..core.records import FENCE_MAX, Attempt, Contended, Freed, Grant
 from ..database import sql
 from ..database.fields import from_microseconds, instant
 from ..database.server_functions import acquired

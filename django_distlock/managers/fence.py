@@ -13,9 +13,8 @@ from django.db import DatabaseError, IntegrityError, connections, models
 
 from ..core.durations import MAX_BOUND
 from ..core.errors import LockUsageError
-from ..core.fences import clock_fence, next_fence
 from ..core.keys import whole_name
-from ..core.records import Counter, Raised
+from ..core.records import Counter, Raised, clock_fence, next_fence
 from ..database.vendors.base import LOOK_SECONDS
 from .rows import StoreManager, between, only
 

@@ -18,7 +18,6 @@ from django.db import connections, models
 from django.db.models import F, Q
 
 from ..core.durations import MAX_BOUND
-from ..core.holders import Holder
 from ..core.keys import PLACE_MARKER, is_place, prefix_end, whole_name
 from ..core.records import (
     SPOILED,
@@ -27,6 +26,7 @@ from ..core.records import (
     Contended,
     Freed,
     Grant,
+    Holder,
     Record,
     Unknown,
     Unreadable,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from django.db import models
 
 from ..core.durations import MAX_BOUND
-from ..core.holders import Holder
-from ..core.records import Waiting, Waits
+from ..core.records import Holder, Waiting, Waits
 from .rows import StoreManager, remove
 
 if TYPE_CHECKING:

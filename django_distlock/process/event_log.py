@@ -29,9 +29,10 @@ from .. import conf
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
 from ..core.errors import InvalidArgument
-from ..core.holders import Holder, validate_metadata
 from ..core.interruptions import pass_on
 from ..core.logs import log_fields
+from ..core.metadata import validate_metadata
+from ..core.records import Holder
 from ..core.threads import Bell, start_thread
 from ..database import vendors
 from ..database.connections import before_drop, close_here, in_test_case

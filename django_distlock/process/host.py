@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from django.core.signals import setting_changed
 
 from ..conf import holder_config
-from ..core.holders import MAX_TEXT, Holder
+from ..core.records import MAX_TEXT, Holder
 from ..core.threads import in_child
 
 

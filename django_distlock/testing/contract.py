@@ -31,9 +31,8 @@ import pytest
 
 from ..backends.base import BaseLockBackend
 from ..core.errors import InvalidArgument, LockUsageError
-from ..core.holders import Holder
 from ..core.keys import new_token
-from ..core.records import Contended, Grant, Record
+from ..core.records import Contended, Grant, Holder, Record
 from ..handler import lock_backends
 
 T = TypeVar("T")

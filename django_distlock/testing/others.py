@@ -11,9 +11,8 @@ from ..backends.base import BaseLockBackend
 from ..core.clock import monotonic
 from ..core.durations import MAX_BOUND, Duration, ttl_seconds
 from ..core.errors import LockNotAcquired, LockUsageError
-from ..core.holders import Holder
 from ..core.keys import new_token
-from ..core.records import Contended, Record
+from ..core.records import Contended, Holder, Record
 from ..handler import lock_backends
 from ..locks.attempts import Granted
 from ..locks.lease import Lease

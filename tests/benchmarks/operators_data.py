@@ -14,7 +14,7 @@ from django.db import connections, router
 from redis import Redis
 
 from django_distlock import lock_backends
-from django_distlock.core.holders import Holder
+from django_distlock.core.records import Holder
 
 from .databases import LIVE, LONG_TTL, ask, parts, take
 from .redis_data import copy

@@ -14,8 +14,7 @@ from celery import Celery, _state, chain, chord, shared_task
 
 from django_distlock import InvalidArgument, LockNotAcquired, distlock
 from django_distlock.contrib.celery import locked_task
-from django_distlock.core.holders import Holder
-from django_distlock.core.records import Waits
+from django_distlock.core.records import Holder, Waits
 from django_distlock.handler import lock_backends
 from django_distlock.inspection import list_locks
 from tests.contract.helpers import there

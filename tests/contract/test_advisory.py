@@ -12,10 +12,8 @@ import pytest
 from django_distlock.backends.advisory import AdvisoryBackend
 from django_distlock.conf import BackendConfig
 from django_distlock.core.errors import LockUsageError
-from django_distlock.core.fences import clock_fence
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import key_hash, new_token
-from django_distlock.core.records import Contended, Grant, Raised, Record
+from django_distlock.core.records import Contended, Grant, Holder, Raised, Record, clock_fence
 from django_distlock.exceptions import InvalidLockBackend
 
 from .helpers import Later, contend, extend, held, listed, prompt, take

@@ -50,11 +50,19 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.durations import MAX_BOUND
-from django_distlock.core.fences import FENCE_MAX, clock_fence
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.pacing import SAFETY_SECONDS
-from django_distlock.core.records import UNKNOWN, Contended, Grant, KeysAsked, Record, Waits
+from django_distlock.core.records import (
+    FENCE_MAX,
+    UNKNOWN,
+    Contended,
+    Grant,
+    Holder,
+    KeysAsked,
+    Record,
+    Waits,
+    clock_fence,
+)
 from django_distlock.database.sql import number
 from django_distlock.fencing import Fence
 from django_distlock.fencing.http import (

@@ -9,9 +9,8 @@ import pytest
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.memory import MemoryBackend
-from django_distlock.core.fences import FENCE_MAX, clock_fence
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
+from django_distlock.core.records import FENCE_MAX, Grant, clock_fence
 
 from .helpers import COUNTS, at_once, take
 from .stores import DatabaseStore, MemoryStore, Store

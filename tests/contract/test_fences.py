@@ -9,7 +9,7 @@ from django.db import DatabaseError
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.errors import InvalidArgument, LockError
-from django_distlock.core.fences import FENCE_MAX, FENCE_WARNING
+from django_distlock.core.records import FENCE_MAX, FENCE_WARNING
 from tests.processes import spawn
 
 from .helpers import PATIENCE, contend, held, take

@@ -8,9 +8,8 @@ import pytest
 
 from django_distlock import InvalidArgument, held_keys
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Record
+from django_distlock.core.records import Holder, Record
 from tests.backends import Registered
 from tests.integration.databases import statements_on
 

@@ -9,10 +9,8 @@ import pytest
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.errors import InvalidArgument
-from django_distlock.core.fences import FENCE_MAX
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Counter, Grant, Record
+from django_distlock.core.records import FENCE_MAX, Counter, Grant, Holder, Record
 
 from .helpers import HAS_TTL, contend, extend, finds, held, take
 from .stores import Elapse, Store

@@ -18,9 +18,8 @@ import pytest
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.durations import MAX_BOUND
-from django_distlock.core.fences import FENCE_WARNING
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import UNKNOWN, Contended, Grant, Record
+from django_distlock.core.records import FENCE_WARNING, UNKNOWN, Contended, Grant, Record
 from tests.backends import Registered
 
 from .helpers import HAS_TTL, PATIENCE, Later, at_once, crew, held, race, take

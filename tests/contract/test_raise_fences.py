@@ -8,8 +8,7 @@ import pytest
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.errors import InvalidArgument
-from django_distlock.core.fences import FENCE_MAX, clock_fence
-from django_distlock.core.records import Raised
+from django_distlock.core.records import FENCE_MAX, Raised, clock_fence
 
 from .helpers import held, prompt, take
 from .stores import Store, Stranger

@@ -21,9 +21,8 @@ from django.db import connections
 from django_distlock import BackendUnavailable, LockUsageError, distlock
 from django_distlock.backends.advisory import AdvisoryBackend
 from django_distlock.backends.advisory.session import Session
-from django_distlock.core.fences import clock_fence
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Contended, Grant, Record
+from django_distlock.core.records import Contended, Grant, Record, clock_fence
 from tests.integration.databases import ask, server
 from tests.integration.test_advisory_crash import kill, mortal_alias
 from tests.poolers import pgbouncer

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from django_distlock import Lease, Lock, LockLost, LockNotAcquired, signals
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
+from django_distlock.core.records import Grant, Holder
 from django_distlock.handler import lock_backends
 from django_distlock.process.host import current_holder
 from tests.backends import Registered

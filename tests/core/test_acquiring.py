@@ -13,7 +13,6 @@ import pytest
 
 from django_distlock.core.acquiring import Attempt, GiveBack, LineUp, Pause, Read, Reply, acquiring
 from django_distlock.core.errors import BackendUnavailable, LockError
-from django_distlock.core.holders import Holder
 from django_distlock.core.pacing import (
     FEW,
     OFTEN,
@@ -22,7 +21,7 @@ from django_distlock.core.pacing import (
     Outcome,
     Pacing,
 )
-from django_distlock.core.records import Contended, Grant, Record
+from django_distlock.core.records import Contended, Grant, Holder, Record
 
 WHEN = datetime(2026, 1, 2, tzinfo=UTC)
 BUSY = Contended(busy=True)

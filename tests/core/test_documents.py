@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from django_distlock.core.documents import Document, plain
-from django_distlock.core.holders import Holder
-from django_distlock.core.records import Grant, Waiting
+from django_distlock.core.records import Grant, Holder, Waiting
 from django_distlock.core.secrets import Secret, Token
 
 AT = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)

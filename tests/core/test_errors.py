@@ -16,7 +16,7 @@ from django_distlock.core.errors import (
     LockNotAcquired,
     LockUsageError,
 )
-from django_distlock.core.holders import Holder
+from django_distlock.core.records import Holder
 
 CODES: dict[type[LockError], str] = {
     LockError: "internal",

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from django_distlock.core.errors import InvalidArgument, LockError
-from django_distlock.core.fences import (
+from django_distlock.core.records import (
     FENCE_MAX,
     FENCE_WARNING,
     clock_fence,

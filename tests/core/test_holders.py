@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from django_distlock.core.errors import InvalidArgument
-from django_distlock.core.holders import MAX_METADATA_BYTES, Holder, validate_metadata
+from django_distlock.core.metadata import MAX_METADATA_BYTES, validate_metadata
+from django_distlock.core.records import Holder
 
 HOLDER = Holder(
     host="web-1",

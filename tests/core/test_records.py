@@ -8,8 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from django_distlock.core.durations import GRACE
-from django_distlock.core.holders import Holder
-from django_distlock.core.records import UNKNOWN, Contended, Grant, Record, lease_ends
+from django_distlock.core.records import UNKNOWN, Contended, Grant, Holder, Record, lease_ends
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 TOKEN = "s3cret-s3cret-s3cret-s"

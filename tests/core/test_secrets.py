@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from django_distlock.core.errors import shown
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token, validate_token
-from django_distlock.core.records import Grant, Record
+from django_distlock.core.records import Grant, Holder, Record
 from django_distlock.core.secrets import Token, without_credentials
 from django_distlock.exceptions import InvalidLockBackend
 

@@ -360,7 +360,7 @@ django.setup()
 from datetime import timedelta
 from django.utils import timezone
 from django_distlock import lock_backends
-from django_distlock.core.holders import Holder
+from django_distlock.core.records import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.inspection import request_stop
 from django_distlock.models import LockEvent

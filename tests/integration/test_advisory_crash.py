@@ -14,7 +14,7 @@ from django.db import connections
 
 from django_distlock import LockLost, distlock
 from django_distlock.backends.advisory import AdvisoryBackend
-from django_distlock.core.fences import clock_fence
+from django_distlock.core.records import clock_fence
 from django_distlock.models import FenceCounter
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import PATIENCE, take

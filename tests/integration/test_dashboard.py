@@ -17,9 +17,8 @@ from django.core import checks
 from django.test import Client, override_settings
 
 from django_distlock import lock_backends
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
+from django_distlock.core.records import Grant, Holder
 from django_distlock.core.wording import printable
 from django_distlock.inspection import request_stop
 from django_distlock.models import FenceCounter, LockEvent

@@ -13,9 +13,8 @@ from django.test import Client, override_settings
 from django.utils import translation
 
 from django_distlock import distlock, lock_backends
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
+from django_distlock.core.records import Grant, Holder
 from django_distlock.inspection import list_locks, show
 from django_distlock.inspection.history import history
 from django_distlock.models import LockEvent

@@ -20,9 +20,8 @@ from django.test import Client, override_settings
 from django.utils import timezone
 
 from django_distlock import lock_backends
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant, Record
+from django_distlock.core.records import Grant, Holder, Record
 from django_distlock.inspection import Operation, pause, summary
 from django_distlock.inspection.diagnosis import accept_loss, diagnose
 from django_distlock.inspection.history import _counted, history

@@ -18,8 +18,8 @@ from django.test import override_settings
 from django_distlock import lock_backends
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.memory import MemoryBackend
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import UNIQUE_PREFIX, own_key
+from django_distlock.core.records import Holder
 from django_distlock.inspection.diagnosis import Mark, kept, told
 from django_distlock.inspection.diagnosis.findings import Notes
 from django_distlock.models import HeldLock

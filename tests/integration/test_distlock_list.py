@@ -16,8 +16,8 @@ from django.core.management import CommandError, ManagementUtility, call_command
 from django.test import override_settings
 
 from django_distlock import Lease, distlock, lock_backends
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
+from django_distlock.core.records import Holder
 from django_distlock.inspection import force_release, pause
 from django_distlock.models import HeldLock
 from tests.backends import DATABASE

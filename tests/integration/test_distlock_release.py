@@ -20,9 +20,7 @@ from django.db import connections
 from django.test import override_settings
 
 from django_distlock import lock_backends
-from django_distlock.core.fences import FENCE_MAX
-from django_distlock.core.holders import Holder
-from django_distlock.core.records import Grant
+from django_distlock.core.records import FENCE_MAX, Grant, Holder
 from django_distlock.management import operating
 from django_distlock.management.commands import distlock_release
 from django_distlock.models import HeldLock, LockEvent

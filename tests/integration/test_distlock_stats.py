@@ -13,7 +13,7 @@ from django.test import override_settings
 
 from django_distlock import lock_backends
 from django_distlock.backends import counting
-from django_distlock.core.holders import Holder
+from django_distlock.core.records import Holder
 from django_distlock.models import FenceCounter, HeldLock
 from tests.contract.aliases import DATABASE
 from tests.contract.helpers import take

@@ -9,7 +9,7 @@ from django.core.management import CommandError, call_command
 from django.test import override_settings
 
 from django_distlock import distlock
-from django_distlock.core.fences import FENCE_MAX, FENCE_WARNING
+from django_distlock.core.records import FENCE_MAX, FENCE_WARNING
 from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import see
 from tests.contract.aliases import alias_like, locks_on

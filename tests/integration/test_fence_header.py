@@ -10,7 +10,7 @@ import pytest
 from django.core.signing import Signer
 
 from django_distlock import InvalidArgument, LockUsageError, distlock
-from django_distlock.core.fences import FENCE_MAX
+from django_distlock.core.records import FENCE_MAX
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.fencing.http import HEADER, BadFence, fence_header, read_fence_header
 from django_distlock.fencing.rejecting import Fence

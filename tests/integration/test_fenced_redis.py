@@ -19,7 +19,7 @@ from redis.retry import Retry
 
 from django_distlock import InvalidArgument, LockUsageError, distlock
 from django_distlock.core.errors import FenceRejected
-from django_distlock.core.fences import FENCE_MAX
+from django_distlock.core.records import FENCE_MAX
 from django_distlock.fencing.redis import FencedValue
 from django_distlock.fencing.rejecting import Fence
 from tests.contract.helpers import race

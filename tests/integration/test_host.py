@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from django.test import override_settings
 
-from django_distlock.core.holders import Holder
+from django_distlock.core.records import Holder
 from django_distlock.process.host import current_holder, is_gone
 from tests.conftest import DECLARED
 from tests.contract.helpers import PATIENCE

@@ -15,9 +15,8 @@ from django.test import override_settings
 
 from django_distlock import InvalidArgument, InvalidLockBackend, distlock, lock_backends
 from django_distlock.backends.memory import MemoryBackend
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
+from django_distlock.core.records import Grant, Holder
 from django_distlock.inspection import HeldKey, LockPage, State, list_locks
 from django_distlock.models import HeldLock
 from tests.contract.helpers import take, there

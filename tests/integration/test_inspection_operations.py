@@ -22,8 +22,7 @@ from django_distlock import (
     distlock,
     lock_backends,
 )
-from django_distlock.core.holders import Holder
-from django_distlock.core.records import Counter
+from django_distlock.core.records import Counter, Holder
 from django_distlock.inspection import (
     Operation,
     Result,

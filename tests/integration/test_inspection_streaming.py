@@ -15,7 +15,7 @@ from django.conf import settings
 from django.test import override_settings
 
 from django_distlock import lock_backends
-from django_distlock.core.holders import Holder
+from django_distlock.core.records import Holder
 from django_distlock.inspection import HeldKey, list_locks
 from django_distlock.management import operating as tables
 from django_distlock.models import HeldLock

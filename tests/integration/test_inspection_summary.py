@@ -13,8 +13,7 @@ from django.test import override_settings
 from django_distlock import BackendUnavailable, InvalidArgument, lock_backends
 from django_distlock.backends import counting
 from django_distlock.backends.redis import sampling
-from django_distlock.core.holders import Holder
-from django_distlock.core.records import Grant
+from django_distlock.core.records import Grant, Holder
 from django_distlock.inspection import Summary, summary
 from tests.contract.aliases import DATABASE
 from tests.contract.helpers import take, there

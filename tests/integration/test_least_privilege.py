@@ -15,7 +15,7 @@ from django.utils import timezone
 
 from django_distlock import BackendUnavailable, LockError, distlock
 from django_distlock.backends import tables
-from django_distlock.core.holders import Holder
+from django_distlock.core.records import Holder
 from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import see
 from django_distlock.handler import lock_backends

@@ -34,7 +34,7 @@ from django_distlock import (
     lock_backends,
 )
 from django_distlock.core.declarations import declared
-from django_distlock.core.holders import MAX_METADATA_BYTES
+from django_distlock.core.metadata import MAX_METADATA_BYTES
 from django_distlock.locks import taking
 from django_distlock.models import FenceCounter
 from django_distlock.signals import lock_bypassed

@@ -34,8 +34,8 @@ from django_distlock import (
 from django_distlock.contrib import prometheus
 from django_distlock.contrib.metrics.instruments import INSTRUMENTS
 from django_distlock.contrib.metrics.recording import CAUSES, OUTCOMES, REASONS
-from django_distlock.core.holders import LEADER, Holder
 from django_distlock.core.keys import new_token, own_key
+from django_distlock.core.records import LEADER, Holder
 from django_distlock.inspection import force_release
 from django_distlock.locks.no_lease import tell_requeued
 from django_distlock.process import event_log

@@ -14,9 +14,8 @@ from django.test import override_settings
 
 from django_distlock import LockError, LockUsageError, distlock
 from django_distlock.conf import DEFAULT_TABLES, table
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
+from django_distlock.core.records import Grant, Holder
 from django_distlock.handler import lock_backends
 from django_distlock.models import FenceCounter
 from tests.contract.aliases import alias_like, locks_on

@@ -19,10 +19,8 @@ from django.test import override_settings
 
 from django_distlock import BackendUnavailable, LockError, distlock, transaction_lock
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.core.fences import FENCE_MAX
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import UNKNOWN, Contended, Grant
+from django_distlock.core.records import FENCE_MAX, UNKNOWN, Contended, Grant, Holder
 from django_distlock.database.vendors.mysql import MySQL, _WithBound
 from django_distlock.handler import lock_backends
 from django_distlock.locks.attempts import BUSY_SECONDS

@@ -18,9 +18,8 @@ from django.utils import translation
 from django.utils.functional import Promise
 
 from django_distlock import LockUsageError, distlock
-from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Attempt, KeysAsked
+from django_distlock.core.records import FENCE_MAX, Attempt, KeysAsked
 from django_distlock.database.server_functions import ServerFunctions
 from django_distlock.fencing import Fence
 from django_distlock.fencing.seen import see

@@ -13,7 +13,7 @@ from django.db import connections, transaction
 
 from django_distlock import BackendUnavailable, LockUsageError
 from django_distlock.core.errors import FenceRejected
-from django_distlock.core.fences import FENCE_MAX, clock_fence
+from django_distlock.core.records import FENCE_MAX, clock_fence
 from django_distlock.database.borrowing import LockConnections
 from django_distlock.database.connections import in_test_case
 from django_distlock.fencing import seen

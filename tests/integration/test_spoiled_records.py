@@ -18,10 +18,8 @@ from django.test import Client, override_settings
 from django_distlock import LockError, distlock_all, lock_backends
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.conf import table
-from django_distlock.core.fences import clock_fence
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Contended, Grant, InTheWay
+from django_distlock.core.records import Contended, Grant, Holder, InTheWay, clock_fence
 from django_distlock.inspection import Operation, force_release, list_locks, request_stop, summary
 from django_distlock.inspection.diagnosis import diagnose
 from django_distlock.locks.opening import Opening

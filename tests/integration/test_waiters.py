@@ -12,8 +12,7 @@ from django.db import transaction
 from django_distlock import LockUsageError
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.core.durations import MAX_BOUND
-from django_distlock.core.holders import Holder
-from django_distlock.core.records import Waiting, Waits
+from django_distlock.core.records import Holder, Waiting, Waits
 from django_distlock.handler import lock_backends
 from django_distlock.models import Waiter
 from tests.backends import BACKENDS, Registered

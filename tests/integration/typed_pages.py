@@ -41,9 +41,8 @@ import django_distlock
 from django_distlock import LockNotAcquired, distlock, leader, lock_backends
 from django_distlock.contrib import prometheus
 from django_distlock.contrib.celery import LockedTask, locked_task
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
+from django_distlock.core.records import Grant, Holder
 from django_distlock.inspection import get_by_key, own_key
 from django_distlock.models import HeldLock
 from django_distlock.scheduling import Skipped

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Contended, Grant
+from django_distlock.core.records import Contended, Grant, Holder
 from tests.contract.helpers import contend, held, listed, take
 
 from .hearing import hand_over, waiting

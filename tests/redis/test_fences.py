@@ -7,8 +7,8 @@ import re
 import pytest
 
 from django_distlock.core.errors import LockError
-from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.keys import new_token
+from django_distlock.core.records import FENCE_MAX
 from tests.contract.helpers import take
 from tests.contract.stores_redis import RedisStore
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from django_distlock.core.errors import LockError
-from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
+from django_distlock.core.records import Holder
 from tests.contract.helpers import listed, take
 from tests.contract.stores_redis import RedisStore
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from django_distlock.core.errors import BackendUnavailable
-from django_distlock.core.holders import Holder
-from django_distlock.core.records import Grant
+from django_distlock.core.records import Grant, Holder
 from tests.contract.helpers import contend, listed, take
 from tests.contract.stores_redis import RedisStore
 from tests.keeper import Server

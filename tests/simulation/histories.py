@@ -28,7 +28,7 @@ from django_distlock import (
 from django_distlock.backends import queues
 from django_distlock.conf import BackendConfig
 from django_distlock.core import durations, retry, threads
-from django_distlock.core.holders import Holder
+from django_distlock.core.records import Holder
 from django_distlock.core.secrets import Token
 from django_distlock.database import workers
 from django_distlock.handler import lock_backends

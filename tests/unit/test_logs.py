@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from django_distlock.core.errors import LockNotAcquired
-from django_distlock.core.holders import Holder
 from django_distlock.core.logs import FIELDS, log_fields
+from django_distlock.core.records import Holder
 
 ROOT = Path(__file__).parents[2]
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}

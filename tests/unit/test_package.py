@@ -80,9 +80,7 @@ PATHS = {
     "contrib.prometheus": "install scrape_registry uninstall",
     "contrib.tasks": "locked_task",
     "core.errors": "BackendUnavailable LockLost LockNotAcquired",
-    "core.fences": "next_fence",
-    "core.holders": "Holder",
-    "core.records": "UNKNOWN Contended Counter Page Record lease_ends",
+    "core.records": "UNKNOWN Contended Counter Holder Page Record lease_ends next_fence",
     "exceptions": """
         BackendUnavailable FenceRejected InvalidArgument InvalidLockBackend LockError LockLost
         LockNotAcquired LockUsageError

@@ -15,8 +15,7 @@ from ...conf import BackendConfig
 from ...core import durations
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
-from ...core.fences import check_fence, used_up
-from ...core.records import UNKNOWN, Attempt, Contended, Grant, Unknown
+from ...core.records import UNKNOWN, Attempt, Contended, Grant, Unknown, check_fence, used_up
 from ...database.connections import rows_of
 from ...database.schemas import TableConnections
 from ...database.sql import side_table

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ...core.holders import Holder
-from ...core.records import Record
+from ...core.records import Holder, Record
 from ...database.fields import from_microseconds, to_microseconds
 from ...database.sql import HELD_LOCKS, LOCK_NUMBER, NOW, number
 

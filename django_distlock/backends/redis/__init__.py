@@ -16,17 +16,17 @@ from typing import Any, ClassVar, Final, TypeVar
 from ...conf import BackendConfig
 from ...core.durations import GRACE
 from ...core.errors import BackendUnavailable, LockError
-from ...core.fences import FENCE_MAX, used_up
-from ...core.holders import Holder
 from ...core.keys import key_hash, whole_name
 from ...core.logs import log_fields
 from ...core.records import (
+    FENCE_MAX,
     SPOILED,
     UNKNOWN,
     Attempt,
     Contended,
     Counter,
     Grant,
+    Holder,
     InTheWay,
     Page,
     Raised,
@@ -35,6 +35,7 @@ from ...core.records import (
     Unreadable,
     Waiting,
     Waits,
+    used_up,
 )
 from ...core.secrets import Token
 from ...core.sharing import DOOR_SECONDS

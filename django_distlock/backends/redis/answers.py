@@ -10,8 +10,6 @@ from datetime import datetime
 from typing import Final
 
 from ...core.errors import InvalidArgument
-from ...core.fences import check_fence, used_up
-from ...core.holders import Holder
 from ...core.keys import whole_name
 from ...core.logs import log_fields
 from ...core.records import (
@@ -20,12 +18,15 @@ from ...core.records import (
     Contended,
     Counter,
     Grant,
+    Holder,
     InTheWay,
     Record,
     Unreadable,
     Waiting,
     all_or_none,
+    check_fence,
     known_holder,
+    used_up,
 )
 from ...database.fields import from_microseconds
 

@@ -14,8 +14,7 @@ import redis
 
 from ...core import durations, threads
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError
-from ...core.holders import Holder
-from ...core.records import SPOILED, Record, Unreadable
+from ...core.records import SPOILED, Holder, Record, Unreadable
 from ...database.connections import keep_inherited
 from ...exceptions import InvalidLockBackend
 from .answers import FIELDS, live_record, unreadable

@@ -12,10 +12,9 @@ from typing import Final
 from ...backends.base import BaseLockBackend
 from ...core.clock import monotonic
 from ...core.errors import BackendUnavailable, InvalidArgument
-from ...core.holders import Holder
 from ...core.keys import OWN_MARKER, new_token, own_key
 from ...core.logs import log_fields
-from ...core.records import Grant, Record
+from ...core.records import Grant, Holder, Record
 from ...process.host import current_holder
 
 logger = logging.getLogger("django_distlock")

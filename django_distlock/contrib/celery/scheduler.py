@@ -19,8 +19,8 @@ from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 
 from ...core.errors import BackendUnavailable
-from ...core.holders import LEADER
 from ...core.keys import own_key
+from ...core.records import LEADER
 from ...exceptions import InvalidLockBackend
 from ...handler import lock_backends
 from ...leading import Leadership

@@ -25,10 +25,9 @@ from ...backends.base import BaseLockBackend
 from ...backends.database import DatabaseBackend
 from ...core.declarations import declarations
 from ...core.errors import LockError
-from ...core.holders import Holder
 from ...core.interruptions import pass_on
 from ...core.keys import OWN_MARKER
-from ...core.records import SPOILED, Record
+from ...core.records import SPOILED, Holder, Record
 from ...core.threads import begun, in_child
 from ...database import vendors
 from ...database.connections import close_here

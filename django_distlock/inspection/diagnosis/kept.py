@@ -19,9 +19,8 @@ from ...backends.base import BaseLockBackend
 from ...backends.database import DatabaseBackend
 from ...backends.tables import FenceTable
 from ...checks.configured import is_redis
-from ...core.holders import Holder
 from ...core.keys import UNIQUE_PREFIX
-from ...core.records import Record, known_holder
+from ...core.records import Holder, Record, known_holder
 from ...core.wording import counted, instant, span
 from ...database import vendors
 from ...models import FenceCounter, HeldLock, Waiter

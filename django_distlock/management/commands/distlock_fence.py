@@ -12,9 +12,9 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 from django.db import connections, router
 
-from ...core.fences import FENCE_MAX, FENCE_WARNING, validate_fence
 from ...core.keys import stored_key
 from ...core.logs import log_fields
+from ...core.records import FENCE_MAX, FENCE_WARNING, validate_fence
 from ...core.wording import counted, printable
 from ...database import vendors
 from ...fencing.seen import mark_of, set_mark
