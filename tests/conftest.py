@@ -19,7 +19,7 @@ from pytest_django import DjangoDbBlocker
 from django_distlock.backends.base import every
 from django_distlock.database.connections import _every, before_drop
 from django_distlock.handler import lock_backends
-from django_distlock.process.at_exit import held_here
+from django_distlock.process.heartbeat import held_here
 
 from .services_plugin import answering
 

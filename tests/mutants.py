@@ -534,7 +534,7 @@ MUTANTS = (
         test="tests/unit/test_queues.py::test_who_comes_first_by_a_leave_is_rung", case="",
     ),
     Mutant(
-        "renewals that fail are never given up", "all", "django_distlock/core/renewing.py",
+        "renewals that fail are never given up", "all", "django_distlock/process/heartbeat.py",
         old=r"return self.failures >= MOST_FAILURES", new="return False",
         test="tests/core/test_renewing.py::test_third_failure_in_a_row_is_one_too_many", case="",
     ),

@@ -24,7 +24,7 @@ from ..core.durations import MAX_BOUND
 from ..core.errors import LockError
 from ..database import workers
 from ..process import deferred_release
-from ..process.at_exit import EXIT_PATIENCE, held_here
+from ..process.heartbeat import EXIT_PATIENCE, held_here
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,9 +14,9 @@ from ..core.durations import Duration, seconds
 from ..core.errors import InvalidArgument, shown
 from ..core.interruptions import pass_on
 from ..core.logs import log_fields
-from ..core.renewing import DANGER_PART
 from ..core.threads import start_thread
 from ..database.connections import close_here
+from ..process.heartbeat import DANGER_PART
 
 logger = logging.getLogger("django_distlock")
 

@@ -11,7 +11,7 @@ from ..core.durations import Duration, ttl_seconds
 from ..core.errors import LockError, LockNotAcquired
 from ..core.keys import new_token
 from ..core.records import UNKNOWN, Grant, Unknown
-from ..process.at_exit import held_here
+from ..process.heartbeat import held_here
 from ..signals import lock_extended
 from .acquire import insist
 from .attempts import release_unanswered

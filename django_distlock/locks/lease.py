@@ -18,7 +18,7 @@ from ..core.durations import MAX_BOUND, Duration
 from ..core.errors import LockUsageError
 from ..core.records import Holder
 from ..process import deferred_release
-from ..process.at_exit import held_here
+from ..process.heartbeat import held_here
 from . import transfer
 from .attempts import Granted
 from .blocks import Block

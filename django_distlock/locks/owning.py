@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass
 
 from ..database import workers
-from ..process.at_exit import held_here
+from ..process.heartbeat import held_here
 from . import blocks
 from .lease import Lease
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from ..core.errors import BackendUnavailable, LockError, LockLost, LockUsageError
 from ..core.records import UNKNOWN, Unknown
 from ..process import deferred_release
-from ..process.at_exit import held_here
 from ..process.deadlocks import waits
+from ..process.heartbeat import held_here
 from ..signals import lock_released
 from .acquire import insist
 from .attempts import release_once_more

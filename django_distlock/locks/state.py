@@ -23,12 +23,9 @@ from ..core.errors import BackendUnavailable, LockLost, LockUsageError
 from ..core.interruptions import Underway
 from ..core.logs import log_fields
 from ..core.records import Grant, Holder
-from ..core.renewing import Renewing
 from ..core.retry import Retry
 from ..process import deferred_release
-from ..process.at_exit import held_here
-from ..process.deadlines import alarms
-from ..process.heartbeat import Answer, Heartbeat, heartbeat_of
+from ..process.heartbeat import Answer, Heartbeat, Renewing, alarms, heartbeat_of, held_here
 from ..signals import lock_extended, lock_lost, tell
 from .attempts import Granted
 from .callbacks import Losses, apart, warn

@@ -26,7 +26,7 @@ from ..core.insisting import Answer
 from ..core.keys import new_token
 from ..core.records import Contended, Grant
 from ..handler import lock_backends
-from ..process.at_exit import held_here
+from ..process.heartbeat import held_here
 from ..process.host import current_holder
 from .acquire import insist
 from .attempts import Granted, release_unanswered

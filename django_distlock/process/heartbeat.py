@@ -1,23 +1,90 @@
-"""The heartbeat: renews the leases of a process, all of a backend in one round trip."""
+"""What this process does for the leases that it holds, while their code works.
+
+A heartbeat renews them, all of a backend in one round trip. One timer for all of them reports what
+is lost: it uses only the monotonic clock and never asks a store, so a store that hangs cannot delay
+it. And the leases that are left when the interpreter exits are released.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import math
+import multiprocessing
+import os
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from operator import attrgetter
 from typing import Protocol
 
 from ..backends.base import BaseLockBackend
+from ..core.clock import monotonic
+from ..core.durations import MIN_TTL
 from ..core.errors import LockError
 from ..core.logs import log_fields
 from ..core.records import Grant, Unknown
-from ..core.renewing import Renewing
 from ..core.threads import TimerThread, in_child
 from ..core.wording import counted
 from . import deferred_release
 
 logger = logging.getLogger("django_distlock")
+
+
+# Renewals
+
+#: After so many renewals in a row without an answer, a lease counts as lost.
+MOST_FAILURES = 3
+
+#: The default part of the ttl that is left when the holder is warned.
+DANGER_PART = 0.25
+
+
+@dataclass(slots=True)
+class Renewing:
+    """The renewals of one lease. Times are seconds of the holder's monotonic clock.
+
+    Attributes:
+        part: The part of the ttl between two renewals.
+        ends_at: When renewing ends.
+        due_at: When the next renewal is due.
+        failures: How many in a row got no answer.
+    """
+
+    part: float
+    ends_at: float = math.inf
+    due_at: float = math.inf
+    interval: float = math.inf
+    failures: int = 0
+
+    def renewed(self, sent_at: float, ttl: float | None) -> None:
+        """Schedule the next renewal after a grant or an extend that was sent at `sent_at`."""
+        self.failures = 0
+        self.interval = math.inf if ttl is None else ttl * self.part
+        self.due_at = sent_at + self.interval
+
+    def failed(self, now: float) -> bool:
+        """Count a renewal without an answer; return whether to give up."""
+        self.failures += 1
+        self.due_at = now + self.interval
+        return self.failures >= MOST_FAILURES
+
+    def is_due(self, now: float, *, early: bool = False) -> bool:
+        """Whether to renew now.
+
+        Args:
+            early: Also within half of the interval before, unless the last one failed: quicker
+                failures would give a lease up too early.
+        """
+        return self.due_at - now <= (self.interval / 2 if early and not self.failures else 0)
+
+    def ttl(self, now: float, ttl: float) -> float | None:
+        """Return the ttl to ask for now; None: renewing has ended."""
+        left = min(ttl, self.ends_at - now)
+        return left if left >= MIN_TTL else None
+
 
 #: How many leases one round trip renews at most.
 MANY = 1000
@@ -145,3 +212,155 @@ def heartbeat_of(backend: BaseLockBackend) -> Heartbeat:
 
 # The leases and the threads are the parent's.
 in_child(every.clear)
+
+
+# Deadlines
+
+
+class Watched(Protocol):
+    """The interface of a lease that can be watched."""
+
+    def alarm_in(self) -> float:
+        """Return the seconds until `alarm` is to be called; infinite: nothing is to be reported."""
+
+    def is_over(self) -> bool:
+        """Whether it has ended, by its deadline or before."""
+
+    def alarm(self) -> None:
+        """Report what is due, without blocking."""
+
+
+def _due(lease: Watched) -> float:
+    return lease.alarm_in() + monotonic()
+
+
+class Alarms(TimerThread[Watched]):
+    """Calls `alarm` of each lease when something is due."""
+
+    #: The clock after a timeout may stop while the machine is suspended.
+    longest_wait = 1.0
+
+    def __init__(self) -> None:
+        super().__init__("distlock-alarms", _due, monotonic)
+
+    def ring(self) -> None:
+        """Call `alarm` of each lease for which something is due, in this thread."""
+        for lease in self.all():
+            try:
+                if lease.alarm_in() <= 0 or lease.is_over():
+                    lease.alarm()
+            except Exception:
+                key = getattr(lease, "key", None)
+                extra = log_fields(
+                    "telling_failed", key=key, backend=getattr(lease, "backend", None)
+                )
+                logger.exception("The end of a lease could not be reported to it", extra=extra)
+                self.discard(lease)
+
+    def _look(self, now: float, due: float) -> None:
+        # Even if nothing is due: a lease may have ended before its deadline.
+        self.ring()
+
+
+alarms = Alarms()
+
+in_child(alarms.forget)
+
+
+# The exit of the interpreter
+
+#: Seconds that the exit of the interpreter may take for releases.
+EXIT_PATIENCE = 2.0
+
+
+class Held(Protocol):
+    """The state of a lease."""
+
+    token: str
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the timer still watches it."""
+
+    def is_over(self) -> bool:
+        """Whether its deadline has passed."""
+
+
+class Ending(Protocol):
+    """Releases a lease."""
+
+    @property
+    def holding(self) -> Held:
+        """The lease."""
+
+    def at_exit(self, patience: float) -> None:
+        """Release within `patience` seconds."""
+
+
+class HeldHere:
+    """The leases that this process has to release."""
+
+    def __init__(self) -> None:
+        self._by_token: dict[str, Ending] = {}
+        # The process that has registered `release_all`.
+        self._process = 0
+        # The number of leases at which expired ones are removed.
+        self._sweep_at = 0
+
+    def __contains__(self, lease: Held) -> bool:
+        found = self._by_token.get(lease.token)
+        return found is not None and found.holding is lease
+
+    def add(self, ending: Ending) -> None:
+        """Add a lease, or replace the one whose token it continues."""
+        if self._process != os.getpid():
+            self._begin()
+        if len(self._by_token) >= self._sweep_at:
+            self._sweep()
+        self._by_token[ending.holding.token] = ending
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        # Again in a fork, where `multiprocessing` forgets what the parent has registered.
+        atexit.register(self.release_all)
+        if multiprocessing.parent_process() is not None:
+            # Before Python 3.13, its forks do not call `atexit` functions.
+            Finalize(None, self.release_all, exitpriority=0)
+
+    def rename(self, lease: Held, token: str) -> None:
+        """Give a lease another token."""
+        ending, before = self._by_token.get(lease.token), lease.token
+        if ending is not None:
+            self._by_token[token] = ending
+        lease.token = token
+        self._by_token.pop(before, None)
+
+    def discard(self, lease: Held) -> bool:
+        """Forget a lease that has ended; return False if somebody else has done so."""
+        return lease in self and self._by_token.pop(lease.token, None) is not None
+
+    def all(self) -> list[Ending]:
+        """Return the releases of all leases."""
+        # Copied in one step, because other threads add leases meanwhile.
+        return list(self._by_token.values())
+
+    def release_all(self) -> None:
+        """Release all leases at the exit of the interpreter, even if some releases raise."""
+        until = monotonic() + EXIT_PATIENCE
+
+        def release(ending: Ending) -> None:
+            ending.at_exit(max(0.0, until - monotonic()))
+
+        with ExitStack() as stack:
+            for ending in reversed(self.all()):
+                stack.callback(release, ending)
+
+    def _sweep(self) -> None:
+        """Forget expired leases that nobody has released, such as dropped ones."""
+        for lease in [each.holding for each in self.all()]:
+            if not lease.is_watched and lease.is_over():
+                self.discard(lease)
+        self._sweep_at = max(1024, 2 * len(self._by_token))
+
+
+held_here = HeldHere()

@@ -15,9 +15,7 @@ from ..core.errors import LockUsageError
 from ..locks.lease import Lease
 from ..locks.state import Holding
 from ..process import heartbeat as beats
-from ..process.at_exit import held_here
-from ..process.deadlines import Alarms, alarms
-from ..process.heartbeat import Heartbeat
+from ..process.heartbeat import Alarms, Heartbeat, alarms, held_here
 from .others import steal, taken
 from .telling import Teller, telling_here
 

@@ -15,8 +15,7 @@ from django_distlock.core.clock import monotonic
 from django_distlock.core.records import Grant
 from django_distlock.locks.attempts import Granted
 from django_distlock.locks.state import Terms
-from django_distlock.process.at_exit import held_here
-from django_distlock.process.heartbeat import Heartbeat
+from django_distlock.process.heartbeat import Heartbeat, held_here
 from django_distlock.process.host import current_holder
 
 from .candidates import waist

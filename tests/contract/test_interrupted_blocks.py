@@ -30,9 +30,7 @@ from django_distlock.locks import blocks, context, several, taking
 from django_distlock.locks.release import Release
 from django_distlock.locks.several import LockSet
 from django_distlock.process import deferred_release
-from django_distlock.process.at_exit import held_here
-from django_distlock.process.deadlines import alarms
-from django_distlock.process.heartbeat import heartbeat_of
+from django_distlock.process.heartbeat import alarms, heartbeat_of, held_here
 from tests.backends import BACKENDS, Registered
 from tests.processes import spawn
 

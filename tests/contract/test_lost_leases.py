@@ -28,8 +28,7 @@ from django_distlock import (
 from django_distlock.core.clock import monotonic
 from django_distlock.core.records import UNKNOWN
 from django_distlock.handler import lock_backends
-from django_distlock.process.deadlines import alarms
-from django_distlock.process.heartbeat import heartbeat_of
+from django_distlock.process.heartbeat import alarms, heartbeat_of
 from tests.backends import Registered
 from tests.integration.wires import Wire
 

@@ -28,8 +28,7 @@ from django_distlock import (
 from django_distlock.core.clock import monotonic
 from django_distlock.core.durations import GRACE
 from django_distlock.handler import lock_backends
-from django_distlock.process.at_exit import held_here
-from django_distlock.process.heartbeat import heartbeat_of
+from django_distlock.process.heartbeat import heartbeat_of, held_here
 from tests.backends import Registered
 from tests.processes import spawn
 

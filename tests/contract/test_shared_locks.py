@@ -25,7 +25,7 @@ from django_distlock.core.records import Record
 from django_distlock.fencing import Fence
 from django_distlock.fencing.rejecting import require_fence
 from django_distlock.handler import lock_backends
-from django_distlock.process.at_exit import held_here
+from django_distlock.process.heartbeat import held_here
 from tests.backends import Registered
 
 from .conftest import Hold

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from django_distlock.core.durations import MIN_TTL
-from django_distlock.core.renewing import DANGER_PART, MOST_FAILURES, Renewing
+from django_distlock.process.heartbeat import DANGER_PART, MOST_FAILURES, Renewing
 
 
 def test_nothing_is_due_before_it_is_begun() -> None:

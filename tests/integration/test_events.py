@@ -30,7 +30,7 @@ from django_distlock.backends.memory import MemoryBackend
 from django_distlock.handler import lock_backends
 from django_distlock.models import LockEvent
 from django_distlock.process import event_log
-from django_distlock.process.at_exit import held_here
+from django_distlock.process.heartbeat import held_here
 from django_distlock.process.host import current_holder
 from django_distlock.signals import fence_rejected, lock_lost, lock_taken_over
 from tests.contract.aliases import (

@@ -43,7 +43,7 @@ from django_distlock.locks import (
     transfer,
 )
 from django_distlock.locks import release as release_module
-from django_distlock.process import at_exit, deadlines, deadlocks, deferred_release, heartbeat
+from django_distlock.process import deadlocks, deferred_release, heartbeat
 
 from .plans import Actor, Fault, Plan, Step, plan_of
 from .scheduler import (
@@ -82,7 +82,7 @@ def simulated() -> Iterator[None]:
         for module in _TIMED:
             patch.setattr(module, "time", Time)
         patch.setattr(threads, "SimpleQueue", SimpleQueue)
-        patch.setattr(deadlines, "monotonic", _clock)
+        patch.setattr(heartbeat, "monotonic", _clock)
         worker = Worker()
         patch.setattr(workers, "releases", worker)
         patch.setattr(deferred_release, "_worker", worker)
@@ -231,7 +231,7 @@ class History:
             self.counts["late"] = sum("(late)" in each for each in world.history)
             lock_backends._backends.clear()
             lock_backends._backends.update(backends)
-            at_exit.held_here._by_token.clear()
+            heartbeat.held_here._by_token.clear()
             for process in world.processes:
                 heartbeat.every.pop(process.backend, None)
             blocks.every.clear()
@@ -246,7 +246,7 @@ class History:
         )
         process.backend = client = Client(config, process, self.store)
         client.before_asking = self._before_asking
-        process.alarms = deadlines.Alarms()
+        process.alarms = heartbeat.Alarms()
         process.alarms._clock = process.clock
         process.alarms._due = lambda lease: lease.alarm_in() + process.clock()
         lock_backends._backends[config.alias] = client

@@ -12,9 +12,8 @@ import pytest
 
 from django_distlock import distlock
 from django_distlock.core.clock import monotonic
-from django_distlock.process import deadlines as module
-from django_distlock.process.at_exit import held_here
-from django_distlock.process.deadlines import Alarms, alarms
+from django_distlock.process import heartbeat as module
+from django_distlock.process.heartbeat import Alarms, alarms, held_here
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually
 

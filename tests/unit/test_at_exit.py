@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from django_distlock.process.at_exit import EXIT_PATIENCE, HeldHere
+from django_distlock.process.heartbeat import EXIT_PATIENCE, HeldHere
 
 
 @dataclass

@@ -20,9 +20,8 @@ from django_distlock.core.clock import monotonic
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Unknown
-from django_distlock.core.renewing import Renewing
 from django_distlock.core.threads import Bell
-from django_distlock.process.heartbeat import LAG_SECONDS, Answer, Heartbeat, heartbeat_of
+from django_distlock.process.heartbeat import LAG_SECONDS, Answer, Heartbeat, Renewing, heartbeat_of
 from tests.contract.locking import eventually
 
 INTERVAL = 0.2

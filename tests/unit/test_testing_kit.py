@@ -35,9 +35,7 @@ from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from django_distlock.locks import acquire
-from django_distlock.process.at_exit import held_here
-from django_distlock.process.deadlines import alarms
-from django_distlock.process.heartbeat import heartbeat_of
+from django_distlock.process.heartbeat import alarms, heartbeat_of, held_here
 from django_distlock.process.host import current_holder
 from django_distlock.signals import lock_acquired, lock_extended, lock_lost, lock_released
 from django_distlock.testing import (

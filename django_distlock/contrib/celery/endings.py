@@ -25,7 +25,7 @@ from ...core.logs import log_fields
 from ...core.records import Record
 from ...core.threads import Bell, start_thread
 from ...handler import lock_backends
-from ...process.at_exit import held_here
+from ...process.heartbeat import held_here
 from ...process.host import current_holder, is_gone
 from ...signals import lock_released, tell
 from ..jobs import JobLock

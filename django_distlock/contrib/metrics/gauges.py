@@ -35,8 +35,7 @@ from ...handler import lock_backends
 from ...locks import blocks
 from ...locks.release import Release
 from ...models import HeldLock
-from ...process.at_exit import held_here
-from ...process.heartbeat import heartbeat_of
+from ...process.heartbeat import heartbeat_of, held_here
 from ...scheduling import overdue
 from .instruments import (
     ACTIVE,
