@@ -995,7 +995,7 @@ MUTANTS = (
     Mutant(
         "a block that a signal interrupted is never ended",
         "redis", "django_distlock/locks/blocks.py",
-        old=r"workers.when_gone\(sentinel, self._end\)", new="workers.when_gone(sentinel, int)",
+        old=r"when_gone\(sentinel, self._end\)", new="when_gone(sentinel, int)",
         test=f"{BLOCKS}::test_interruption_at_any_line_leaves_nothing_held", case="{backend}-block",
     ),
     Mutant(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 import threading
 import traceback
-import weakref
 from asyncio import CancelledError
-from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
 
 #: What code raises by itself: errors, and the ends of a program, a generator and a coroutine.
 _ENDS = (Exception, SystemExit, GeneratorExit, CancelledError)
@@ -52,32 +48,3 @@ def _code_of(handler: object) -> object:
     # A callable object has the code in its class; a handler such as SIG_IGN has none.
     function = handler if hasattr(handler, "__code__") else type(handler).__call__
     return getattr(function, "__code__", handler)
-
-
-class Underway:
-    """True while a block of it is open; no exception can leave it True after that."""
-
-    _open: Callable[[], object] | None = None
-
-    def __bool__(self) -> bool:
-        return self._open is not None and self._open() is not None
-
-    def __enter__(self) -> None:
-        return None
-
-    if TYPE_CHECKING:
-
-        def __exit__(self, *_: object) -> None: ...
-
-    else:
-
-        def _watched(self):
-            sentinel = functools.partial(_is_not)
-            self._open = weakref.ref(sentinel)
-            return sentinel
-
-        __exit__ = property(_watched)
-
-
-def _is_not(*_: object) -> None:
-    return None

@@ -1,17 +1,19 @@
-"""Events, timers and thread starts that an exception of a signal's handler cannot break."""
+"""Events, timers, flags and thread starts that an exception of a signal's handler cannot break."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
+import weakref
 from _thread import start_new_thread
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .durations import MAX_BOUND, Over, left
 
@@ -55,6 +57,35 @@ class Bell:
         # could lose the item.
         with suppress(Empty):
             next(map(self.put, map(self._rung.get, (True,), (max(0.0, seconds),))))
+
+
+class Underway:
+    """True while a block of it is open; no exception can leave it True after that."""
+
+    _open: Callable[[], object] | None = None
+
+    def __bool__(self) -> bool:
+        return self._open is not None and self._open() is not None
+
+    def __enter__(self) -> None:
+        return None
+
+    if TYPE_CHECKING:
+
+        def __exit__(self, *_: object) -> None: ...
+
+    else:
+
+        def _watched(self):
+            sentinel = functools.partial(_is_not)
+            self._open = weakref.ref(sentinel)
+            return sentinel
+
+        __exit__ = property(_watched)
+
+
+def _is_not(*_: object) -> None:
+    return None
 
 
 class TimerThread(ABC, Generic[T]):

@@ -22,7 +22,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
 from ..core.errors import LockError
-from ..database import workers
+from ..database.connections import has_gone, releases, when_gone
 from ..process import deferred_release
 from ..process.heartbeat import EXIT_PATIENCE, held_here
 
@@ -64,7 +64,7 @@ class Block:
 
     def watch(self, sentinel: Any) -> None:
         """Stay open while `sentinel` lives; it replaces the sentinel before."""
-        every[self] = workers.when_gone(sentinel, self._end)
+        every[self] = when_gone(sentinel, self._end)
 
     def watched(self) -> object:
         """Return a new sentinel: the block stays open while it lives."""
@@ -230,7 +230,7 @@ async def aflush(backend: BaseLockBackend, name: tuple[str, str]) -> None:
 
 def _is_left(name: tuple[str, str]) -> bool:
     # Many blocks are searched only if a sentinel has died: the search takes its time.
-    if len(every) > FEW and not (workers.has_gone() or _giving_up):
+    if len(every) > FEW and not (has_gone() or _giving_up):
         return False
     left = [block for block, gone in list(every.items()) if block.name == name and gone() is None]
     return bool(left)
@@ -244,7 +244,7 @@ def _finish() -> None:
     while any(gone() is None for gone in list(every.values())) and time.monotonic() < until:
         time.sleep(0.001)
     # Attempts that had no answer leave their release to the worker.
-    workers.releases.finish()
+    releases.finish()
 
 
 atexit.register(_finish)

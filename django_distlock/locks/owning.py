@@ -12,7 +12,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 
-from ..database import workers
+from ..database.connections import when_gone
 from ..process.heartbeat import held_here
 from . import blocks
 from .lease import Lease
@@ -58,7 +58,7 @@ class Owner:
         # A callback may refer to its lease. If the holding kept the callbacks, these would keep the
         # lease alive, so the lease keeps them.
         lease._callbacks = lease._holding.losses.entrust()
-        self._gone = workers.when_gone(lease, self._tell)
+        self._gone = when_gone(lease, self._tell)
 
     @property
     def is_open(self) -> bool:

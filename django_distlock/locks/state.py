@@ -20,10 +20,10 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 from ..backends.base import BaseLockBackend
 from ..core.errors import BackendUnavailable, LockLost, LockUsageError
-from ..core.interruptions import Underway
 from ..core.logs import log_fields
 from ..core.records import Grant, Holder
 from ..core.retry import Retry
+from ..core.threads import Underway
 from ..process import deferred_release
 from ..process.heartbeat import Answer, Heartbeat, Renewing, alarms, heartbeat_of, held_here
 from ..signals import lock_extended, lock_lost, tell

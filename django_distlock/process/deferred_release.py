@@ -19,18 +19,19 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
 from ..core.errors import LockUsageError
-from ..core.interruptions import Underway
-from ..core.threads import Bell, in_child
-from ..database import workers
+from ..core.threads import Bell, Underway, in_child
 from ..database.connections import (
+    Gone,
+    Worker,
     before_drop,
     in_transaction,
     is_manual,
     opened_in,
+    releases,
     servers_isolation,
     transactions_of,
+    when_gone,
 )
-from ..database.workers import Gone, Worker, when_gone
 from .transaction_locks import kept_by
 
 logger = logging.getLogger("django_distlock")
@@ -300,7 +301,7 @@ class _Waiting(dict[tuple[str, str], list["Deferred"]]):
 
 
 _waiting = _Waiting()
-_worker = workers.releases
+_worker = releases
 #: Calls receivers of signals, which may be slow, apart from the releases.
 teller = Worker("distlock-signals")
 before_drop.append(_worker.finish)

@@ -21,7 +21,7 @@ from django.test import override_settings
 from django.test.runner import DiscoverRunner
 
 from django_distlock import LockError
-from django_distlock.database.workers import releases
+from django_distlock.database.connections import releases
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
 #: The databases of test runs of Django's own.

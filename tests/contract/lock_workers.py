@@ -21,7 +21,8 @@ from typing import Any
 from django.db import connections
 
 from django_distlock import BackendUnavailable, current_lease, distlock, lock_backends
-from django_distlock.database import vendors, workers
+from django_distlock.database import vendors
+from django_distlock.database.connections import releases
 from django_distlock.locks import blocks
 from django_distlock.process import deferred_release
 from tests.processes import RESULT
@@ -238,7 +239,7 @@ class _Late(SimpleQueue[Any]):
 
 def leave_at_the_very_end() -> None:
     """Let an acquire be interrupted, and end this process."""
-    workers.releases.queue = _Late()
+    releases.queue = _Late()
     _leave(attempts=_AtTheEnd())
 
 

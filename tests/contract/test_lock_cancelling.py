@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from django_distlock import Lease, Lock, LockError, Retry, distlock, lock_backends, signals
-from django_distlock.database.workers import releases
+from django_distlock.database.connections import releases
 from tests.backends import Registered
 
 from .locking import Heard, eventually, grantable, held_elsewhere, lock_of, taken

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from django_distlock import Lease, LockLost, LockNotAcquired, LockUsageError, current_lease, signals
-from django_distlock.database import workers
+from django_distlock.database.connections import releases
 from tests.backends import Registered
 
 from .conftest import Hold
@@ -41,7 +41,7 @@ async def test_inner_end_that_is_awaited_late(registered: Registered, key: str) 
         assert await lock.__aenter__() is lease
         end = leave(None, None, None)
         del leave
-        workers.releases.finish()
+        releases.finish()
         await end
         assert lease.held
     assert lease.is_released

@@ -30,7 +30,7 @@ from django_distlock.conf import BackendConfig
 from django_distlock.core import durations, retry, threads
 from django_distlock.core.records import Holder
 from django_distlock.core.secrets import Token
-from django_distlock.database import workers
+from django_distlock.database import connections as own_connections
 from django_distlock.handler import lock_backends
 from django_distlock.locks import (
     acquire,
@@ -84,7 +84,7 @@ def simulated() -> Iterator[None]:
         patch.setattr(threads, "SimpleQueue", SimpleQueue)
         patch.setattr(heartbeat, "monotonic", _clock)
         worker = Worker()
-        patch.setattr(workers, "releases", worker)
+        patch.setattr(own_connections, "releases", worker)
         patch.setattr(deferred_release, "_worker", worker)
         patch.setattr(deferred_release, "teller", worker)
         patch.setattr(state, "apart", _apart)

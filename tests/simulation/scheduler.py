@@ -368,7 +368,7 @@ class Time:
 
 
 class Worker:
-    """Is `workers.Worker`: does what is put, each thing in a thread of its own."""
+    """Is a `Worker` of `database.connections`: does each thing in a thread of its own."""
 
     is_busy = False
 

@@ -321,7 +321,7 @@ def test_help_of_the_package_needs_no_settings() -> None:
     """It looks at every attribute of every class, and leaves no traceback behind."""
     program = """
 import pydoc, threading, django_distlock
-from django_distlock.database.workers import releases
+from django_distlock.database.connections import releases
 failed = []
 threading.excepthook = failed.append
 pydoc.render_doc(django_distlock)

@@ -6,8 +6,8 @@ from threading import Thread
 
 import pytest
 
-from django_distlock.database import workers
-from django_distlock.database.workers import Worker
+from django_distlock.database import connections as module
+from django_distlock.database.connections import Worker
 from tests.contract.locking import eventually
 
 from .test_heartbeat_thread import Interrupted, interrupted_starts, threads
@@ -34,7 +34,7 @@ def test_thread_that_begins_late_leaves_the_work_to_the_one_in_its_place(
     worker = Worker("distlock-test-late")
     late: list[Thread] = []
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(workers, "start_thread", late.append)
+        interrupted.setattr(module, "start_thread", late.append)
         worker.start()
     worker.start()
     late[0].start()

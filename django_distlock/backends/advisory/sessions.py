@@ -15,8 +15,7 @@ from ...core.clock import monotonic
 from ...core.durations import MAX_BOUND
 from ...core.threads import Bell, start_thread
 from ...database import connections as settings
-from ...database.connections import close_before_drop
-from ...database.workers import Gone, when_gone
+from ...database.connections import Gone, close_before_drop, when_gone
 from .session import Session
 
 #: Seconds between two looks for a free place, because a wake-up reaches only one waiter.

@@ -25,7 +25,7 @@ from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ...core.keys import OWN_MARKER, UNIQUE_PREFIX, new_token, own_key
 from ...core.logs import log_fields
 from ...core.records import UNKNOWN, Grant, Record
-from ...database.workers import Gone, when_gone
+from ...database.connections import Gone, when_gone
 from ...handler import lock_backends
 from ...locks import checking
 from ...locks.attempts import Granted, release_unanswered
