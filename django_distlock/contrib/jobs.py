@@ -18,11 +18,12 @@ from ..core.keys import KeyTemplate, normalize_key
 from ..core.logs import log_fields
 from ..core.retry import Retry
 from ..core.sharing import Permits
-from ..locks.checking import counted, for_call
+from ..locks.checking import for_call
 from ..locks.lock import Lock, distlock
 from ..locks.policy import Policy, Refusal
 from ..locks.several import LockSet
 from ..locks.state import Terms
+from ..locks.taking import counted
 
 OnConflict: TypeAlias = Literal["skip", "retry", "wait", "raise", "run"]
 OnUnavailable: TypeAlias = Literal["raise", "skip", "run"]

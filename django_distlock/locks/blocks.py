@@ -17,11 +17,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
-from ..core.errors import LockError
+from ..core.errors import LockError, LockUsageError
 from ..database.connections import has_gone, releases, when_gone
 from ..process import deferred_release
 from ..process.heartbeat import EXIT_PATIENCE, held_here
@@ -213,6 +214,86 @@ def entered_by(owner: object) -> Entered | None:
     _opening.entered = None, lambda: None
     entered: Entered | None = reference()
     return entered if whose is None or whose is owner else None
+
+
+# The blocks around the running code
+
+#: The blocks around the running code, the innermost last. A tuple, because a task or thread with a
+#: copy of the context must not see later changes of the original.
+_bound: ContextVar[tuple[Block, ...]] = ContextVar("distlock_leases", default=())
+
+
+def has_blocks() -> bool:
+    """Whether the running code is inside a block of any lock."""
+    return bool(_bound.get())
+
+
+def holds(backend: str, key: str) -> Any:
+    """Return the lease that an outer block holds on a key, or None."""
+    for each in around():
+        # `held` costs most, so it is asked last.
+        if each.key == key and each.backend == backend and each.held:
+            return each
+    return None
+
+
+def enter(owner: object, backend: str, key: str) -> Block:
+    """Return the block that `owner` enters, and add it to the current context."""
+    block = opened(owner)
+    block.name, block.home = (backend, key), deferred_release.home()
+    # Blocks that a signal's exception has broken out of are still listed, but not open.
+    outer = _bound.get()
+    _bound.set((*(each for each in outer if each.is_open), block) if outer else (block,))
+    return block
+
+
+def unbind(owner: object, block: Block | None = None) -> tuple[Block | None, LockUsageError | None]:
+    """Take the block that is left out of the current context, and return it.
+
+    If another thread or task entered the block, an error is returned that says so. The block is
+    returned with it if there is no doubt which one it is, because its lease can still be released.
+
+    Args:
+        owner: The object that is left.
+        block: The block of the `with` statement; None, or never entered: the owner's last one.
+    """
+    held, found = _bound.get(), [block]
+    if block is None or block.lease is None:
+        if block is not None:
+            block.close()
+        found = [each for each in held if each.owner is owner and each.is_open]
+        block = found[-1] if found else None
+    if block in held:
+        _bound.set(tuple([each for each in held if each is not block]))
+        return block, None
+    if block is None:
+        entered = [each for each in list(every) if each.owner is owner]
+        found = [each for each in entered if each.lease is not None]
+    return found[0] if len(found) == 1 else None, LockUsageError(
+        "This block was entered in another thread or task. Enter and leave it in the same one, or"
+        " use acquire() and release().",
+        code="foreign_context",
+    )
+
+
+def drop(block: Block) -> None:
+    """Close a block that holds nothing (any more), and take it out of the current context."""
+    held = _bound.get()
+    if block in held:
+        _bound.set(tuple([each for each in held if each is not block]))
+    block.close()
+
+
+def around() -> list[Any]:
+    """Return the leases of these blocks, the innermost first."""
+    # A copied context may list blocks that the original has left, or is leaving right now.
+    return [
+        lease for block in reversed(_bound.get())
+        if (lease := block.lease) is not None and block.is_open
+    ]  # fmt: skip
+
+
+# Blocks that were interrupted
 
 
 def flush(name: tuple[str, str]) -> None:

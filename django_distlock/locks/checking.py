@@ -1,39 +1,31 @@
 """Validate the arguments of `distlock()`.
 
-This needs no store. Rules that depend on settings are checked when a lock is acquired: `terms_of`.
+This needs no store. Rules that depend on settings are checked when a lock is acquired: see
+`taking.terms_of`.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
 
-from ..core.durations import MIN_TTL, seconds, ttl_seconds, wait_seconds
+from ..core.durations import seconds, ttl_seconds, wait_seconds
 from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.keys import KeyTemplate, normalize_key
 from ..core.metadata import validate_metadata
 from ..core.retry import Retry
 from ..core.sharing import validate_permits
-from ..process.host import current_holder
-from .owning import callers_level
-from .state import Terms
-from .taking import Unset
+from .taking import Unset, check_lifetime
 
 if TYPE_CHECKING:
-    from ..backends.base import BaseLockBackend
     from .lock import Lock
 
 L = TypeVar("L", bound="Lock")
 P = ParamSpec("P")
 T = TypeVar("T")
-
-#: Matches a field of a template.
-_FIELD: Final = re.compile(r"\{[^\W\d]\w*[^{}\"']*\}")
 
 #: Arguments of other packages, and what they are called here.
 _ELSEWHERE: Final = {
@@ -82,46 +74,6 @@ def check(lock: Lock) -> None:
     _check_modes(lock)
 
 
-def check_lifetime(lock: Lock, ttl: float | None) -> None:
-    """Refuse a `max_lifetime` below the ttl, because a lease lasts for its ttl at least."""
-    lifetime = seconds(lock.max_lifetime, "max_lifetime", minimum=MIN_TTL)
-    if ttl is not None and lifetime < ttl:
-        raise InvalidArgument(f"max_lifetime ({lifetime:g} s) is below the ttl ({ttl:g} s).")
-
-
-def terms_of(lock: Lock, store: BaseLockBackend) -> Terms:
-    """Return the terms of a lease, with the settings for arguments that are left out."""
-    if "{" in lock.key and not lock._filled:
-        _warn_of_field(lock.key)
-    ttl = lock.ttl
-    if not (lock.basic and ttl is None):
-        config = store.config
-        ttl = ttl_seconds(config.ttl if ttl is None else ttl, maximum=config.max_ttl)
-    if lock.max_lifetime is not None:
-        check_lifetime(lock, ttl)
-    hold = (ttl or 0.0) if lock.hold else lock.min_hold
-    if hold > store.config.max_ttl:
-        raise InvalidArgument(
-            f"min_hold must be at most MAX_TTL ({store.config.max_ttl:g} s), not {hold:g}."
-        )
-    if hold and not store.supports_ttl:
-        raise LockUsageError(
-            f"The lock backend {lock.backend!r} ({type(store).__name__}) does not support hold"
-            " or min_hold: its leases do not expire.",
-            key=lock.key,
-            code="unsupported",
-        )
-    return Terms(
-        ttl=ttl,
-        holder=current_holder(lock.metadata),
-        retry=lock.retry or store.config.retry,
-        hold=hold,
-        max_lifetime=lock.max_lifetime,
-        basic=lock.basic,
-        permits=None if lock.shared else counted(lock),
-    )
-
-
 def template(lock: Lock) -> str:
     """Return the key template of a decorator; refuse `on_conflict="yield"`, which needs a block."""
     if lock.on_conflict == "yield":
@@ -164,30 +116,6 @@ def for_call(
     if callable(permits):
         permits = validate_permits(permits(*args, **kwargs))
     return replace(lock, key=key, permits=permits, _filled=True, **more)
-
-
-def counted(lock: Lock) -> int:
-    """Return the number of permits; refuse a function, which needs the arguments of a call."""
-    if callable(lock.permits):
-        raise LockUsageError(
-            f"permits of {lock.key!r} is a function of a call's arguments: it goes with decorators."
-            " Give a number here.",
-            key=lock.key,
-            code="unsupported",
-        )
-    return lock.permits
-
-
-def _warn_of_field(key: str) -> None:
-    """Warn if the key of a block looks like a template: all blocks would share that key."""
-    found = _FIELD.search(key)
-    if found is not None:
-        warnings.warn(
-            f"The key {key!r} has {found[0]!r} in it, which is filled only where the lock is a"
-            f' decorator. In a block, write an f-string: distlock(f"…").',
-            RuntimeWarning,
-            stacklevel=callers_level(),
-        )
 
 
 def _check_sharing(lock: Lock) -> None:

@@ -8,15 +8,13 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import replace
 
 from ..backends.base import BaseLockBackend
 from ..core import durations
-from ..core.errors import LockError, LockUsageError
+from ..core.errors import LockError
 from ..core.keys import Key, stored_key
 from ..core.records import Grant, Unknown
-from ..process import deferred_release
 from . import blocks
 from .acquire import insist
 from .attempts import Granted, Request
@@ -24,10 +22,6 @@ from .blocks import Block
 from .changing import ask_to_extend
 from .lease import Lease
 from .state import GONE, Holding, Terms
-
-#: The blocks around the running code, the innermost last. A tuple, because a task or thread with a
-#: copy of the context must not see later changes of the original.
-_bound: ContextVar[tuple[Block, ...]] = ContextVar("distlock_leases", default=())
 
 
 def current_lease(key: Key | None = None) -> Lease | None:
@@ -40,22 +34,8 @@ def current_lease(key: Key | None = None) -> Lease | None:
         key: Only consider leases on this key.
     """
     wanted = None if key is None else stored_key(key)
-    leases = (each for each in _around() if each.held or each.is_lost)
+    leases = (each for each in blocks.around() if each.held or each.is_lost)
     return next((each for each in leases if wanted is None or each.key == wanted), None)
-
-
-def has_blocks() -> bool:
-    """Whether the running code is inside a block of any lock."""
-    return bool(_bound.get())
-
-
-def holds(backend: str, key: str) -> Lease | None:
-    """Return the lease that an outer block holds on a key, or None."""
-    for each in _around():
-        # `held` costs most, so it is asked last.
-        if each.key == key and each.backend == backend and each.held:
-            return each
-    return None
 
 
 def entered_here() -> tuple[tuple[str, str], ...]:
@@ -70,58 +50,11 @@ def entered_here() -> tuple[tuple[str, str], ...]:
     return tuple(each.name for each in held if each.lasts and each.is_entered_by(task))
 
 
-def enter(owner: object, backend: str, key: str) -> Block:
-    """Return the block that `owner` enters, and add it to the current context."""
-    block = blocks.opened(owner)
-    block.name, block.home = (backend, key), deferred_release.home()
-    # Blocks that a signal's exception has broken out of are still listed, but not open.
-    around = _bound.get()
-    _bound.set((*(each for each in around if each.is_open), block) if around else (block,))
-    return block
-
-
 def bind(lease: Lease) -> Block:
     """Let the current context hold a lease that somebody else will release; see `drop`."""
-    block = enter(lease, lease.backend, lease.key)
+    block = blocks.enter(lease, lease.backend, lease.key)
     block.lease, block.release, block.inner = lease, lease._release, True
     return block
-
-
-def unbind(owner: object, block: Block | None = None) -> tuple[Block | None, LockUsageError | None]:
-    """Take the block that is left out of the current context, and return it.
-
-    If another thread or task entered the block, an error is returned that says so. The block is
-    returned with it if there is no doubt which one it is, because its lease can still be released.
-
-    Args:
-        owner: The object that is left.
-        block: The block of the `with` statement; None, or never entered: the owner's last one.
-    """
-    held, every = _bound.get(), [block]
-    if block is None or block.lease is None:
-        if block is not None:
-            block.close()
-        every = [each for each in held if each.owner is owner and each.is_open]
-        block = every[-1] if every else None
-    if block in held:
-        _bound.set(tuple([each for each in held if each is not block]))
-        return block, None
-    if block is None:
-        entered = [each for each in list(blocks.every) if each.owner is owner]
-        every = [each for each in entered if each.lease is not None]
-    return every[0] if len(every) == 1 else None, LockUsageError(
-        "This block was entered in another thread or task. Enter and leave it in the same one, or"
-        " use acquire() and release().",
-        code="foreign_context",
-    )
-
-
-def drop(block: Block) -> None:
-    """Close a block that holds nothing (any more), and take it out of the current context."""
-    held = _bound.get()
-    if block in held:
-        _bound.set(tuple([each for each in held if each is not block]))
-    block.close()
 
 
 def adopt(store: BaseLockBackend, request: Request, terms: Terms, block: Block) -> Lease | None:
@@ -211,12 +144,4 @@ def _successor(
 
 
 def _held() -> list[Lease]:
-    return [each for each in _around() if each.held]
-
-
-def _around() -> list[Lease]:
-    # A copied context may list blocks that the original has left, or is leaving right now.
-    return [
-        lease for block in reversed(_bound.get())
-        if (lease := block.lease) is not None and block.is_open
-    ]  # fmt: skip
+    return [each for each in blocks.around() if each.held]

@@ -211,7 +211,7 @@ class Lock:
     __exit__ = Leaving.by(taking.leave)
     __aexit__ = Leaving.by(taking.aleave)
 
-    _terms = checking.terms_of
+    _terms = taking.terms_of
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Hold the lock around each call of `function`, or around each await of it.

@@ -20,7 +20,7 @@ from ..core.pacing import leaves_mark
 from ..core.records import UNKNOWN, Grant, InTheWay
 from ..process import deferred_release
 from ..process.transaction_locks import keeps
-from . import blocks, context
+from . import blocks
 from .attempts import Answered, release_unanswered
 from .blocks import Block, Leaving
 
@@ -86,7 +86,7 @@ class Opening:
         self._holds = {
             each.key: each._terms(backend).hold
             for each in locks
-            if (each.hold or each.min_hold) and context.holds(each.backend, each.key) is None
+            if (each.hold or each.min_hold) and blocks.holds(each.backend, each.key) is None
         }
         self._tokens = {each.key: new_token() for each in locks}
         self._answers: dict[str, Answered] = {}
@@ -163,7 +163,7 @@ class Opening:
         transactions = deferred_release.managed_transactions(home)
         for each in locks:
             name, stored = (each.backend, each.key), queues.name_of(each.key)
-            if context.holds(*name) or deferred_release.waiting_release(name, home) is not None:
+            if blocks.holds(*name) or deferred_release.waiting_release(name, home) is not None:
                 return False
             if any(keeps(connection, *name) for connection in transactions):
                 return False

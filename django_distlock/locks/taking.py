@@ -7,14 +7,17 @@ so that an exception of a signal's handler leaves nothing held: see `blocks`.
 from __future__ import annotations
 
 import asyncio
+import re
 import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from ..backends.base import BaseLockBackend
+from ..core.durations import MIN_TTL, seconds, ttl_seconds
 from ..core.errors import InvalidArgument, LockError, LockNotAcquired, LockUsageError, shown
 from ..handler import lock_backends
 from ..process import deferred_release
+from ..process.host import current_holder
 from ..process.transaction_locks import keeps
 from . import blocks, context
 from .acquire import aacquire, acquire
@@ -39,6 +42,9 @@ class Unset:
         # There is one: whatever is copied with it stays equal.
         return "UNSET"
 
+
+#: Matches a field of a template.
+_FIELD: Final = re.compile(r"\{[^\W\d]\w*[^{}\"']*\}")
 
 #: The default of arguments where the setting decides, and None has a meaning of its own.
 UNSET: Final = Unset()
@@ -107,7 +113,7 @@ async def _aby_call(
 
 def enter(lock: Lock) -> Lease:
     """Acquire the key for the block that is entered."""
-    block = context.enter(lock, lock.backend, lock.key)
+    block = blocks.enter(lock, lock.backend, lock.key)
     try:
         again = _enter_again(lock, block)
         if again is not None:
@@ -121,13 +127,13 @@ def enter(lock: Lock) -> Lease:
         lease._holding.begin_block(heartbeat=lock.heartbeat, block=block)
         return lease
     except LockError:
-        context.drop(block)
+        blocks.drop(block)
         raise
 
 
 async def aenter(lock: Lock) -> Lease:
     """See `enter`."""
-    block = context.enter(lock, lock.backend, lock.key)
+    block = blocks.enter(lock, lock.backend, lock.key)
     try:
         again = _enter_again(lock, block)
         if again is not None:
@@ -147,7 +153,7 @@ async def aenter(lock: Lock) -> Lease:
         )
         return lease
     except (LockError, asyncio.CancelledError):
-        context.drop(block)
+        blocks.drop(block)
         raise
 
 
@@ -159,7 +165,7 @@ def leave(
     traceback: TracebackType | None,
 ) -> None:
     """Release the lease of the block that is left, unless an outer block holds it."""
-    left, foreign = context.unbind(lock, block)
+    left, foreign = blocks.unbind(lock, block)
     if left is not None:
         if left.inner:
             left.release.end_inner_block(exc, raises=lock.on_lost == "raise")
@@ -178,7 +184,7 @@ def aleave(
     traceback: TracebackType | None,
 ) -> Any:
     """See `leave`, and await what this returns."""
-    left, foreign = context.unbind(lock, block)
+    left, foreign = blocks.unbind(lock, block)
     ending = _end_awaited(left, foreign, exc, raises=lock.on_lost == "raise")
     if left is not None:
         # The `with` statement drops what it has called, and keeps this coroutine until it is done.
@@ -212,7 +218,7 @@ def _raise_behind(error: LockUsageError, body: BaseException | None) -> None:
 
 def _enter_again(lock: Lock, block: Block) -> Lease | None:
     """Return the lease of an outer block on the same key, if this lock is reentrant."""
-    around = context.holds(lock.backend, lock.key)
+    around: Lease | None = blocks.holds(lock.backend, lock.key)
     if around is None:
         return None
     if not lock.reentrant:
@@ -349,3 +355,70 @@ def _upgrade(key: str) -> LockUsageError:
 
 def _left(wait: float | None, waited: float) -> float | None:
     return None if wait is None else max(0.0, wait - waited)
+
+
+# Rules that depend on settings
+
+
+def terms_of(lock: Lock, store: BaseLockBackend) -> Terms:
+    """Return the terms of a lease, with the settings for arguments that are left out."""
+    if "{" in lock.key and not lock._filled:
+        _warn_of_field(lock.key)
+    ttl = lock.ttl
+    if not (lock.basic and ttl is None):
+        config = store.config
+        ttl = ttl_seconds(config.ttl if ttl is None else ttl, maximum=config.max_ttl)
+    if lock.max_lifetime is not None:
+        check_lifetime(lock, ttl)
+    hold = (ttl or 0.0) if lock.hold else lock.min_hold
+    if hold > store.config.max_ttl:
+        raise InvalidArgument(
+            f"min_hold must be at most MAX_TTL ({store.config.max_ttl:g} s), not {hold:g}."
+        )
+    if hold and not store.supports_ttl:
+        raise LockUsageError(
+            f"The lock backend {lock.backend!r} ({type(store).__name__}) does not support hold"
+            " or min_hold: its leases do not expire.",
+            key=lock.key,
+            code="unsupported",
+        )
+    return Terms(
+        ttl=ttl,
+        holder=current_holder(lock.metadata),
+        retry=lock.retry or store.config.retry,
+        hold=hold,
+        max_lifetime=lock.max_lifetime,
+        basic=lock.basic,
+        permits=None if lock.shared else counted(lock),
+    )
+
+
+def check_lifetime(lock: Lock, ttl: float | None) -> None:
+    """Refuse a `max_lifetime` below the ttl, because a lease lasts for its ttl at least."""
+    lifetime = seconds(lock.max_lifetime, "max_lifetime", minimum=MIN_TTL)
+    if ttl is not None and lifetime < ttl:
+        raise InvalidArgument(f"max_lifetime ({lifetime:g} s) is below the ttl ({ttl:g} s).")
+
+
+def counted(lock: Lock) -> int:
+    """Return the number of permits; refuse a function, which needs the arguments of a call."""
+    if callable(lock.permits):
+        raise LockUsageError(
+            f"permits of {lock.key!r} is a function of a call's arguments: it goes with decorators."
+            " Give a number here.",
+            key=lock.key,
+            code="unsupported",
+        )
+    return lock.permits
+
+
+def _warn_of_field(key: str) -> None:
+    """Warn if the key of a block looks like a template: all blocks would share that key."""
+    found = _FIELD.search(key)
+    if found is not None:
+        warnings.warn(
+            f"The key {key!r} has {found[0]!r} in it, which is filled only where the lock is a"
+            f' decorator. In a block, write an f-string: distlock(f"…").',
+            RuntimeWarning,
+            stacklevel=callers_level(),
+        )

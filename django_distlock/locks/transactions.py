@@ -36,7 +36,7 @@ from ..database.connections import older_snapshot
 from ..handler import lock_backends
 from ..process import deferred_release
 from ..process.transaction_locks import Kept, keep, kept_by
-from . import context
+from . import blocks
 from .attempts import BUSY_SECONDS, endless, refusal, unclear
 from .owning import callers_level, callers_place
 from .taking import UNSET, Unset
@@ -192,11 +192,11 @@ def _sorted(
 def _own(store: BaseLockBackend, keys: Iterable[str]) -> list[str]:
     """Return the tokens of the caller's leases on these keys, and of those that it still keeps."""
     tokens: list[str] = []
-    if not (context.has_blocks() or deferred_release.has_waiting()):
+    if not (blocks.has_blocks() or deferred_release.has_waiting()):
         return tokens
     for key in keys:
         name = store.alias, key
-        if (lease := context.holds(*name)) is not None:
+        if (lease := blocks.holds(*name)) is not None:
             tokens.append(lease.token)
         tokens += [each.owner.token for each in deferred_release.waiting_releases(name)]
     return tokens

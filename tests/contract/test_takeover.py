@@ -230,7 +230,7 @@ def test_block_that_was_taken_over_fails(
     """A holder that was alive after all releases nothing of its successor's, and is told."""
     lock = lock_of(registered, key, ttl=60)
     with monkeypatch.context() as patch:
-        patch.setattr("django_distlock.locks.checking.current_holder", lambda *_: dead)
+        patch.setattr("django_distlock.locks.taking.current_holder", lambda *_: dead)
         alive = lock.__enter__()
     successor = Later(thief(registered, key).acquire).result()
     assert successor.fence > alive.fence

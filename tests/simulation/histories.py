@@ -37,9 +37,9 @@ from django_distlock.locks import (
     attempts,
     blocks,
     callbacks,
-    checking,
     context,
     state,
+    taking,
     transfer,
 )
 from django_distlock.locks import release as release_module
@@ -92,7 +92,7 @@ def simulated() -> Iterator[None]:
         patch.setattr(deferred_release, "managed_transactions", lambda _home: [])
         patch.setattr(deferred_release, "open_transactions", lambda _thread=None: [])
         patch.setattr(transfer, "lock_backends", _OwnBackend())
-        patch.setattr(checking, "current_holder", _holder)
+        patch.setattr(taking, "current_holder", _holder)
         patch.setattr(transfer, "current_holder", _holder)
         patch.setattr(attempts, "is_gone", _is_gone)
         patch.setattr(attempts, "new_token", _new_token)

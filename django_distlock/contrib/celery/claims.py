@@ -27,7 +27,7 @@ from ...core.logs import log_fields
 from ...core.records import UNKNOWN, Grant, Record
 from ...database.connections import Gone, when_gone
 from ...handler import lock_backends
-from ...locks import checking
+from ...locks import taking
 from ...locks.attempts import Granted, release_unanswered
 from ...locks.lease import Lease
 from ...locks.state import Terms as Kept
@@ -123,7 +123,7 @@ def replace_any(lock: JobLock) -> Lease:
 def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
     """Acquire a key by replacing a lease; `LockNotAcquired`: that lease has ended."""
     store = lock_backends[lock.backend]
-    kept, token, permits = lock._terms(store), new_token(), checking.counted(lock)
+    kept, token, permits = lock._terms(store), new_token(), taking.counted(lock)
     sent_at = store.monotonic()
     try:
         answer = store.acquire(

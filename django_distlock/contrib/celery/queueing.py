@@ -19,7 +19,7 @@ from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockL
 from ...core.logs import log_fields
 from ...core.records import Grant
 from ...handler import lock_backends
-from ...locks import context
+from ...locks import blocks, context
 from ...locks.lease import Lease
 from ...locks.no_lease import tell_skipped
 from ...locks.state import Terms as Kept
@@ -304,7 +304,7 @@ def hand_down(
         key = terms.lock.make(call_of(task, tuple(args), dict(kwargs)))
     except (InvalidArgument, TypeError):
         return  # The task itself raises the error.
-    lease = context.holds(terms.backend, key)
+    lease = blocks.holds(terms.backend, key)
     # The sender of a retry or a replacement does not wait for that task.
     if lease is None or lease.holder.task_id == headers.get("id"):
         return
@@ -367,7 +367,7 @@ def bound(lease: Lease) -> Iterator[None]:
     try:
         yield
     finally:
-        context.drop(block)
+        blocks.drop(block)
 
 
 def _goes_on(task: Any, task_id: str | None, options: dict[str, Any]) -> bool:
