@@ -47,13 +47,15 @@ WHERE table_schema = %s AND table_name = %s
 
 def count_rows(store: FenceTable, *, locks: bool) -> Counts:
     """Count the rows of a backend, without locking any; `locks`: its locks are rows as well."""
-    counts = store._ask_within(lambda on: _count(store, on, locks=locks), long=True)
-    return replace(counts, sizes=store._ask_within(lambda on: _sizes(on, store), long=True))
+    counts = store._connections.ask_within(lambda on: _count(store, on, locks=locks), long=True)
+    return replace(
+        counts, sizes=store._connections.ask_within(lambda on: _sizes(on, store), long=True)
+    )
 
 
 def count_states(store: FenceTable, soon: float) -> tuple[States, Strain]:
     """Count or estimate held keys by state, and the strain on the store."""
-    return store._ask_within(lambda on: _states(store, on, soon), long=True)
+    return store._connections.ask_within(lambda on: _states(store, on, soon), long=True)
 
 
 def _states(store: FenceTable, using: str, soon: float) -> tuple[States, Strain]:

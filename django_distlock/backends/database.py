@@ -128,12 +128,12 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
 
         busy = partial(self._busy, attempt.name)
         if not attempt.shared:
-            answer: Grant | Contended | None = self._ask(
+            answer: Grant | Contended | None = self._connections.ask(
                 acquire, bound=attempt.bound, busy=busy, single=self._single, key=attempt.key
             )
             if answer is not None:
                 return answer
-        return self._ask(
+        return self._connections.ask(
             share, bound=attempt.bound, busy=busy, single=self._single, key=attempt.key
         )
 
@@ -142,7 +142,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         if not isinstance(functions, ServerFunctions):
             return super()._acquire_many(attempts)
         busy = InTheWay(first.key, Contended(busy=True))
-        return self._ask(
+        return self._connections.ask(
             lambda on: functions.db_manager(on).acquire_many(attempts),
             bound=first.bound,
             busy=lambda: busy,
@@ -155,11 +155,13 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         def extend(on: str) -> Grant | Unknown | None:
             return self._hot_on(on).extend(name, grant, ttl, bound=bound)
 
-        return self._ask(extend, bound=bound, busy=_unknown, single=self._single, key=grant.key)
+        return self._connections.ask(
+            extend, bound=bound, busy=_unknown, single=self._single, key=grant.key
+        )
 
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
         none_known: list[Grant | Unknown | None] = [UNKNOWN] * len(named)
-        return self._ask(
+        return self._connections.ask(
             lambda on: self._hot_on(on).extend_many(named),
             busy=lambda: none_known,
             single=self._single,
@@ -171,7 +173,9 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         def release(on: str) -> Freed | Unknown:
             return self._hot_on(on).release(name, grant, held=held, bound=bound)
 
-        freed = self._ask(release, bound=bound, busy=_unknown, single=self._single, key=grant.key)
+        freed = self._connections.ask(
+            release, bound=bound, busy=_unknown, single=self._single, key=grant.key
+        )
         if freed == "wanted":
             self.queues.note_wanted(name)
         return freed if isinstance(freed, Unknown) else freed != "gone"
@@ -180,10 +184,12 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         return self._find(lambda locks: locks.read_key(name), pk=name)
 
     def _sharing(self, name: str) -> Sequence[Record]:
-        return self._ask(lambda on: self._locks_on(on).sharing(name), writes=False)
+        return self._connections.ask(lambda on: self._locks_on(on).sharing(name), writes=False)
 
     def _read_many(self, names: Sequence[str]) -> Sequence[Record | None]:
-        found = self._ask(lambda on: self._locks_on(on).read_many(names), writes=False, long=True)
+        found = self._connections.ask(
+            lambda on: self._locks_on(on).read_many(names), writes=False, long=True
+        )
         return [found.get(name) for name in names]
 
     def _read_token(self, token: str) -> Record | None:
@@ -193,11 +199,13 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
     def _find(
         self, read: Callable[[HeldLockManager], Record | None], **lookup: Any
     ) -> Record | None:
-        record = self._ask(lambda on: read(self._locks_on(on)), writes=False)
+        record = self._connections.ask(lambda on: read(self._locks_on(on)), writes=False)
         if record is None and self.cleanup_on_read:
             # The answer is known already, even if the cleanup fails.
             with suppress(LockError):
-                self._ask(lambda on: self._locks_on(on).remove_expired(**lookup), busy=lambda: 0)
+                self._connections.ask(
+                    lambda on: self._locks_on(on).remove_expired(**lookup), busy=lambda: 0
+                )
         return record
 
     def _list(
@@ -210,7 +218,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
                 start, cursor, host=host, task_id=task_id, limit=limit + 1
             )
 
-        found = self._ask(page, writes=False, long=True)
+        found = self._connections.ask(page, writes=False, long=True)
         shown = [each for _name, each in found[:limit]]
         return Page(
             tuple(each for each in shown if isinstance(each, Record)),
@@ -222,7 +230,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         def look(on: str) -> list[Record]:
             return self._locks_on(on).expired(self._namespace(), name, limit)
 
-        return self._ask(look, writes=False, long=True)
+        return self._connections.ask(look, writes=False, long=True)
 
     def _force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
@@ -230,7 +238,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         def force(on: str) -> Record | Contended | None:
             return self._locks_on(on).force_release(name, key, fence, bound=bound)
 
-        return self._ask(force, bound=bound, busy=partial(self._busy, name), key=key)
+        return self._connections.ask(force, bound=bound, busy=partial(self._busy, name), key=key)
 
     def _request_stop(
         self, name: str, within: float | None, token: str | None, fence: int | None, *, bound: float
@@ -238,19 +246,21 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         def request(on: str) -> Record | Contended | None:
             return self._locks_on(on).request_stop(name, within, token, fence, bound=bound)
 
-        return self._ask(request, bound=bound, busy=partial(self._busy, name))
+        return self._connections.ask(request, bound=bound, busy=partial(self._busy, name))
 
     def _cleanup(self, before: datetime, limit: int) -> int:
         def clean(on: str) -> tuple[int, str | None] | None:
             return self._locks_on(on).cleanup(before, limit, self._cleaned_to)
 
-        cleaned = self._ask(clean, busy=lambda: None, long=True)
+        cleaned = self._connections.ask(clean, busy=lambda: None, long=True)
         if cleaned is None:
             return 0
         gone, self._cleaned_to = cleaned
         # The answer is known already, and waiters are only shown to people.
         with suppress(LockError):
-            self._ask(lambda on: self._waiters_on(on).cleanup(limit), busy=lambda: None, long=True)
+            self._connections.ask(
+                lambda on: self._waiters_on(on).cleanup(limit), busy=lambda: None, long=True
+            )
         return gone + (self._remove_notes(before, limit - gone) if gone < limit else 0)
 
     def _counts(self) -> Counts:
@@ -269,20 +279,24 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         def note_it(on: str) -> int | None:
             return self._waiters_on(on).note(name, holder, seconds, earlier, channel=channel)
 
-        noted = self._ask(note_it, busy=lambda: earlier)
+        noted = self._connections.ask(note_it, busy=lambda: earlier)
         return None if noted is None else str(noted)
 
     def _drop_waiter(self, name: str, note: str) -> None:
         # If its row is locked, the note expires.
-        self._ask(lambda on: self._waiters_on(on).drop(name, int(note)), busy=lambda: None)
+        self._connections.ask(
+            lambda on: self._waiters_on(on).drop(name, int(note)), busy=lambda: None
+        )
 
     def _waiters(self, name: str) -> Sequence[Waiting]:
-        return self._ask(lambda on: self._waiters_on(on).waiting(name), writes=False)
+        return self._connections.ask(lambda on: self._waiters_on(on).waiting(name), writes=False)
 
     def _count_waiters(self, names: Sequence[str]) -> Sequence[Waits]:
         if not names:
             return []
-        found = self._ask(lambda on: self._waiters_on(on).numbers(names), writes=False, long=True)
+        found = self._connections.ask(
+            lambda on: self._waiters_on(on).numbers(names), writes=False, long=True
+        )
         return [found.get(name, Waits()) for name in names]
 
     @property

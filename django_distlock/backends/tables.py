@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
-from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Model, QuerySet
@@ -18,16 +17,13 @@ from django.utils.connection import ConnectionDoesNotExist
 
 from ..conf import BackendConfig
 from ..core.durations import MAX_BOUND
-from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
-from ..core.interruptions import pass_on
+from ..core.errors import InvalidArgument, LockError, LockUsageError, shown
 from ..core.keys import HASH_MARKER, namespace, storage_key, whole_name
 from ..core.records import Contended, Counter, Grant, Raised, Record, Session
-from ..core.secrets import forget_frames
 from ..database import vendors
-from ..database.borrowing import LONG_SECONDS, NoConnectionFree
+from ..database.borrowing import NoConnectionFree
 from ..database.connections import require_transaction, use_own_connections
 from ..database.schemas import TableConnections
-from ..database.server_functions import NeedsOwnSession
 from ..database.sql import side_table
 from ..database.vendors import VENDORS
 from ..exceptions import InvalidLockBackend
@@ -128,19 +124,19 @@ class FenceTable:
             self._counters_on(on).pause(name, key, until, by, bound=bound)
             return None
 
-        return self._ask(pause, bound=bound, busy=partial(self._busy, name), key=key)
+        return self._connections.ask(pause, bound=bound, busy=partial(self._busy, name), key=key)
 
     def _resume(self, name: str, *, bound: float) -> bool | Contended:
         def resume(on: str) -> bool | Contended:
             return self._counters_on(on).resume(name, bound=bound)
 
-        return self._ask(resume, bound=bound, busy=partial(self._busy, name))
+        return self._connections.ask(resume, bound=bound, busy=partial(self._busy, name))
 
     def _time(self) -> datetime:
-        return self._ask(lambda on: vendors.of(on).now(), writes=False)
+        return self._connections.ask(lambda on: vendors.of(on).now(), writes=False)
 
     def _counter(self, name: str) -> Counter | None:
-        return self._ask(lambda on: self._counters_on(on).look(name), writes=False)
+        return self._connections.ask(lambda on: self._counters_on(on).look(name), writes=False)
 
     def _counter_beside(self, name: str, using: str) -> Counter | None:
         ours, theirs = connections[self.using], connections[using]
@@ -155,7 +151,7 @@ class FenceTable:
             counters = self._counters_on(on).filter(pk__in=names)
             return dict(counters.values_list("pk", "fence"))
 
-        found = self._ask_within(look, long=True)
+        found = self._connections.ask_within(look, long=True)
         return [found.get(name, 0) for name in names]
 
     def _guards_of(self, name: str) -> tuple[Session, ...] | None:
@@ -168,17 +164,17 @@ class FenceTable:
             keepers = postgresql_keepers(on, self._salt, name)
             return keepers + postgresql_guards(on, fences, name)
 
-        return self._ask_within(look)
+        return self._connections.ask_within(look)
 
     def _is_guarded(self, name: str) -> bool:
         # This only adds details to an answer that is known already.
         with suppress(LockError):
-            if connections[self.using].vendor == "postgresql" and self._ask_within(
+            if connections[self.using].vendor == "postgresql" and self._connections.ask_within(
                 lambda on: postgresql_keepers(on, self._salt, name)
             ):
                 return True
             names = self._connections
-            return self._ask(
+            return self._connections.ask(
                 lambda on: self._counters_on(on).is_guarded(name, names.name("fences")),
                 busy=lambda: False,
             )
@@ -192,13 +188,13 @@ class FenceTable:
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
     ) -> Raised:
         if name is not None and key is not None:
-            return self._ask(
+            return self._connections.ask(
                 lambda on: self._counters_on(on).raise_one(to, name, key),
                 busy=lambda: Raised(0, (key,)),
                 key=key,
             )
         prefix = self._namespace()
-        return self._ask(
+        return self._connections.ask(
             lambda on: self._counters_on(on).raise_page(to, prefix, cursor, limit), long=True
         )
 
@@ -213,7 +209,7 @@ class FenceTable:
                     notes.create(pk=pk, **values)
 
         pk = self._noted_as(name)
-        self._ask(write)
+        self._connections.ask(write)
         if random.randrange(_SWEEP) == 0:  # noqa: S311 - to spread load
             self._remove_notes(datetime.max.replace(tzinfo=UTC), _SWEPT)
 
@@ -223,7 +219,7 @@ class FenceTable:
             live = notes.filter(pk=self._noted_as(name), until__gt=vendors.of(on).now())
             return live.values_list("fence", flat=True).first()
 
-        return self._ask_within(read)
+        return self._connections.ask_within(read)
 
     def _remove_notes(self, before: datetime, limit: int) -> int:
         """Remove notes of all backends in the table that ended before `before`."""
@@ -234,7 +230,7 @@ class FenceTable:
                 over = notes.filter(until__lte=min(before, vendor.now()))
                 return remove(over.order_by("until"), limit)
 
-        return self._ask(clean, busy=lambda: 0, long=True)
+        return self._connections.ask(clean, busy=lambda: 0, long=True)
 
     def _noted_as(self, name: str) -> str:
         # No key in NFC contains the marker.
@@ -270,7 +266,7 @@ class FenceTable:
                 raise LockUsageError(
                     f"A read-only transaction cannot be guarded: {error}", key=grant.key
                 ) from error
-            raise self._translated(error, grant.key) from error
+            raise self._connections.translated(error, grant.key) from error
 
     # How the store is asked
 
@@ -288,62 +284,6 @@ class FenceTable:
         counters: FenceCounterManager = self._counters.db_manager(on)
         return counters
 
-    def _ask(
-        self,
-        operation: Callable[[str], T],
-        *,
-        bound: float = MAX_BOUND,
-        busy: Callable[[], T] | None = None,
-        writes: bool = True,
-        single: bool = False,
-        long: bool = False,
-        key: str | None = None,
-    ) -> T:
-        """Run an operation outside the caller's transactions.
-
-        Args:
-            operation: Called with the alias to use.
-            busy: Returns the answer if other transactions were in the way; None: raise.
-            single: Whether the operation is one statement that commits by itself.
-            long: Whether a statement reads or writes very many rows, and may take long.
-        """
-        patience = LONG_SECONDS if long else None
-        use = self._connections.use(bound, writes=writes, single=single, patience=patience)
-        try:
-            try:
-                with use as on:
-                    return operation(on)
-            except NeedsOwnSession:
-                use = self._connections.use(bound, writes=writes, patience=patience)
-                with use as on:
-                    return operation(on)
-        except NoConnectionFree as error:
-            if busy is None:
-                raise BackendUnavailable(str(error), key=key, code="network_timeout") from error
-        except (DatabaseError, InterfaceError) as error:
-            if vendors.of(self.using).writes_values_out:
-                forget_frames(error)
-            if use.was_cut:
-                raise BackendUnavailable(
-                    f"The lock store {self.using!r} has not answered for {use.silent_for:.1f} s.",
-                    key=key,
-                    code="network_timeout",
-                ) from error
-            if busy is None or not vendors.of(self.using).is_busy(error):
-                raise self._translated(error, key) from error
-        except SynchronousOnlyOperation as error:
-            raise self._in_coroutine(key) from error
-        return busy()
-
-    def _ask_within(self, question: Callable[[str], T], *, long: bool = False) -> T:
-        """Read within the bound of all operations, also if the tables are locked."""
-
-        def bounded(on: str) -> T:
-            with vendors.of(on).short_transaction(MAX_BOUND, writes=False):
-                return question(on)
-
-        return self._ask(bounded, writes=False, long=long)
-
     def _busy(self, name: str) -> Contended:
         """Return a busy answer, with the holder if a plain read finds one."""
         try:
@@ -356,31 +296,3 @@ class FenceTable:
     def _look_at_once(self, name: str, on: str) -> Record | None:
         """Return the record of a key, without waiting for anybody."""
         raise NotImplementedError
-
-    def _in_coroutine(self, key: str | None) -> LockUsageError:
-        return LockUsageError(
-            f"A coroutine asks the lock store {self.using!r} without await, which would block its"
-            " event loop. Write async with distlock(…), or await lock.aacquire() and await"
-            " lease.arelease().",
-            key=key,
-            code="unsupported",
-        )
-
-    def _translated(self, error: Exception, key: str | None) -> LockError:
-        pass_on(error)
-        vendor, about = vendors.of(self.using), f"The lock store {self.using!r}"
-        if vendor.is_duplicate(error):
-            return InvalidArgument("This token already holds another key.", key=key)
-        if vendor.is_missing(error):
-            # Without PostgreSQL's hint, which is about types of arguments.
-            said = str(error).partition("\n")[0]
-            return LockError(
-                f"{about}: lock tables are missing: {said}. Run manage.py migrate --database"
-                f" {self.using}.",
-                key=key,
-            )
-        code = vendor.unavailable_code(error)
-        if code is not None:
-            answered = vendor.has_answered(error)
-            return BackendUnavailable.of(about, error, code, key, answered=answered)
-        return LockError(f"{about} failed: {error}", key=key)

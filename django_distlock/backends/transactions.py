@@ -57,7 +57,7 @@ class TransactionLocks(FenceTable):
                 raise LockUsageError(
                     f"A read-only transaction cannot lock keys: {error}", code="unsupported"
                 ) from error
-            raise self._translated(error, None) from error
+            raise self._connections.translated(error, None) from error
 
     def _kept_by_transactions(self, limit: int) -> Sequence[KeptKey] | None:
         if connections[self.using].vendor != "postgresql":
@@ -68,7 +68,7 @@ class TransactionLocks(FenceTable):
             tables = {"fences": self._connections.name("fences"), "salt": self._salt}
             return postgresql_kept_keys(on, tables, self._namespace(), limit)
 
-        found: tuple[KeptKey, ...] = self._ask_within(look, long=True)
+        found: tuple[KeptKey, ...] = self._connections.ask_within(look, long=True)
         return found
 
     def _call_function(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
@@ -136,7 +136,7 @@ class TransactionLocks(FenceTable):
                 return found if locked or found else self._guarded(names, asked, on)
 
         busy = InTheWay(next(iter(names.values())), Contended(busy=True))
-        found: InTheWay | None = self._ask(look, bound=bound, busy=lambda: busy)
+        found: InTheWay | None = self._connections.ask(look, bound=bound, busy=lambda: busy)
         return found
 
     def _guarded(self, names: Mapping[str, str], asked: KeysAsked, on: str) -> InTheWay | None:
@@ -191,12 +191,12 @@ class TransactionLocks(FenceTable):
                     )
 
         # Busy: another transaction has just created and locked one, or a backup blocks commits.
-        self._ask(make, bound=bound, busy=lambda: None)
+        self._connections.ask(make, bound=bound, busy=lambda: None)
 
     def _take_the_file(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
         # Leases are looked for first: they cannot be released while this transaction has the file.
         if not has_the_file(connections[asked.using]):
-            found: InTheWay | None = self._ask(
+            found: InTheWay | None = self._connections.ask(
                 lambda on: self._look(names, asked, on, vendors.of(on).now()),
                 writes=False,
                 busy=lambda: None,

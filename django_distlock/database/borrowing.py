@@ -22,8 +22,9 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error as DjangoDatabaseError
@@ -52,6 +53,8 @@ from .connections import (
     refuse_self_block,
 )
 
+T = TypeVar("T")
+
 #: Seconds that a server may be silent, in addition to the time for locks of others.
 ANSWER_SECONDS = 2.0
 
@@ -78,6 +81,10 @@ _BOUNDS: Mapping[str, dict[str, Any]] = {
 
 class NoConnectionFree(Exception):
     """All connections of this package were in use for as long as the caller could wait."""
+
+
+class NeedsOwnSession(Exception):
+    """The session of the thread has another isolation level or role, or may only read."""
 
 
 class _Leaving:
@@ -140,8 +147,10 @@ class Use:
             raise BackendUnavailable(
                 f"No time is left to ask the lock store {pool.alias!r}.", code="network_timeout"
             )
-        pool.prepare()
         template = connections[pool.alias]
+        # A test run renames its databases under the same alias.
+        if pool.prepared_for is not template.settings_dict["NAME"]:
+            pool.prepare()
         if template.vendor != "sqlite":
             leave_to_parent(template)
         # An exclusive transaction of SQLite lets no other connection read, so it is used itself.
@@ -384,6 +393,8 @@ class LockConnections:
         self.alias = alias
         self.limit = limit
         self.apart = apart
+        #: The name of the database for which `prepare` has found out what is needed.
+        self.prepared_for: object = None
         self._begin()
         close_before_drop(self)
 
@@ -410,8 +421,53 @@ class LockConnections:
         seconds = bound + ANSWER_SECONDS if patience is None else patience
         return Use(self, bound=bound, writes=writes, single=single, patience=seconds)
 
+    def ask(
+        self,
+        operation: Callable[[str], T],
+        *,
+        bound: float = MAX_BOUND,
+        busy: Callable[[], T] | None = None,
+        writes: bool = True,
+        single: bool = False,
+        long: bool = False,
+        key: str | None = None,
+    ) -> T:
+        """Run an operation outside the caller's transactions.
+
+        Args:
+            operation: Called with the alias to use.
+            busy: Returns the answer if other transactions were in the way; None: raise.
+            single: Whether the operation is one statement that commits by itself.
+            long: Whether a statement reads or writes very many rows, and may take long.
+            key: What it is about, for errors.
+        """
+        patience = LONG_SECONDS if long else None
+        use = self.use(bound, writes=writes, single=single, patience=patience)
+        try:
+            try:
+                with use as on:
+                    return operation(on)
+            except NeedsOwnSession:
+                use = self.use(bound, writes=writes, patience=patience)
+                with use as on:
+                    return operation(on)
+        except (DjangoDatabaseError, NoConnectionFree, SynchronousOnlyOperation) as error:
+            others_are_in_the_way = self.is_busy(error, use)
+            if busy is None or not others_are_in_the_way:
+                raise self.explained(error, use, key) from error
+        return busy()
+
+    def is_busy(self, error: Exception, use: Use) -> bool:
+        """Whether an operation has failed because others were in the way."""
+        return isinstance(error, NoConnectionFree)
+
+    def explained(self, error: Exception, use: Use, key: str | None) -> LockError:
+        """Return what the caller of a failed operation is told."""
+        return BackendUnavailable(str(error), key=key, code="network_timeout")
+
     def prepare(self) -> None:
         """Find out what is needed before a connection is borrowed."""
+        self.prepared_for = connections[self.alias].settings_dict["NAME"]
 
     def has_moved(self, error: BaseException) -> bool:
         """Whether a new session may reach another server, which accepts writes."""

@@ -1,8 +1,9 @@
-"""The schema of the lock tables, whatever the caller's connection is set to.
+"""How the lock tables are asked: in which schema they are, and what a database's errors mean.
 
 PostgreSQL looks names up by the `search_path` of the session, and MySQL in its current database.
 The application may change both for each request. So the schema is found once, on a new connection,
-and all statements name the tables with it: see docs/decisions/one-schema-for-each-backend.md.
+and all statements name the tables with it, whatever the caller's connection is set to: see
+docs/decisions/one-schema-for-each-backend.md.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ import re
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import Error
 
 from ..conf import DEFAULT_TABLES, table
 from ..core import durations
 from ..core.durations import MAX_BOUND
-from .borrowing import LockConnections, Own
+from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
+from ..core.interruptions import pass_on
+from ..core.secrets import forget_frames
+from .borrowing import LockConnections, NoConnectionFree, Own, Use
 from .connections import CONNECT_SECONDS
 from .sql import FUNCTIONS, SIDE_TABLES, function_name, side_table
 from .vendors import VENDORS, of
+
+T = TypeVar("T")
 
 
 class TableConnections(LockConnections):
@@ -40,6 +48,70 @@ class TableConnections(LockConnections):
     def prepare(self) -> None:
         """Find the schema beforehand, because that needs another connection."""
         _ = self.schema
+        if self._known() is not None:
+            super().prepare()
+
+    def ask_within(self, question: Callable[[str], T], *, long: bool = False) -> T:
+        """Read within the bound of all operations, also if the tables are locked."""
+
+        def bounded(on: str) -> T:
+            with of(on).short_transaction(MAX_BOUND, writes=False):
+                return question(on)
+
+        return self.ask(bounded, writes=False, long=long)
+
+    def is_busy(self, error: Exception, use: Use) -> bool:
+        """Whether it has failed because other transactions were in the way."""
+        if not isinstance(error, Error):
+            return super().is_busy(error, use)
+        vendor = of(self.alias)
+        if vendor.writes_values_out:
+            forget_frames(error)
+        return not use.was_cut and vendor.is_busy(error)
+
+    def explained(self, error: Exception, use: Use, key: str | None) -> LockError:
+        """Return what the caller of a failed operation is told."""
+        if isinstance(error, SynchronousOnlyOperation):
+            return self.in_coroutine(key)
+        if isinstance(error, NoConnectionFree):
+            return super().explained(error, use, key)
+        if use.was_cut:
+            return BackendUnavailable(
+                f"The lock store {self.alias!r} has not answered for {use.silent_for:.1f} s.",
+                key=key,
+                code="network_timeout",
+            )
+        return self.translated(error, key)
+
+    def in_coroutine(self, key: str | None) -> LockUsageError:
+        """Return the error for a question that would block an event loop."""
+        return LockUsageError(
+            f"A coroutine asks the lock store {self.alias!r} without await, which would block its"
+            " event loop. Write async with distlock(…), or await lock.aacquire() and await"
+            " lease.arelease().",
+            key=key,
+            code="unsupported",
+        )
+
+    def translated(self, error: Exception, key: str | None) -> LockError:
+        """Return what the caller is told of an error of the database."""
+        pass_on(error)
+        vendor, about = of(self.alias), f"The lock store {self.alias!r}"
+        if vendor.is_duplicate(error):
+            return InvalidArgument("This token already holds another key.", key=key)
+        if vendor.is_missing(error):
+            # Without PostgreSQL's hint, which is about types of arguments.
+            said = str(error).partition("\n")[0]
+            return LockError(
+                f"{about}: lock tables are missing: {said}. Run manage.py migrate --database"
+                f" {self.alias}.",
+                key=key,
+            )
+        code = vendor.unavailable_code(error)
+        if code is not None:
+            answered = vendor.has_answered(error)
+            return BackendUnavailable.of(about, error, code, key, answered=answered)
+        return LockError(f"{about} failed: {error}", key=key)
 
     def has_moved(self, error: BaseException) -> bool:
         """Whether an error means a switch-over: the old server still answers, but is read-only."""

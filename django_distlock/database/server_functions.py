@@ -32,6 +32,7 @@ from ..core.records import (
 )
 from ..core.sharing import DOOR_SECONDS
 from . import vendors
+from .borrowing import NeedsOwnSession
 from .connections import is_own
 from .fields import from_microseconds, instant
 from .sql import function_name
@@ -39,10 +40,6 @@ from .vendors.postgresql import milliseconds, sqlstate
 
 #: Seconds of the longest wait that the server takes.
 _LONGEST = 2_147_483.0
-
-
-class NeedsOwnSession(Exception):
-    """The session of the thread has another isolation level or role, or may only read."""
 
 
 #: By SQLSTATE: another isolation level, a read-only session, a role without the right.

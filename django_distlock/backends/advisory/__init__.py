@@ -173,7 +173,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
     ) -> Row:
         row = session.ask(statement, attempt.name, attempt.key, session.durable, keeps_stop)
         if row[4] is None:
-            raise self._translated(no_secret(side_table("salt")), attempt.key)
+            raise self._connections.translated(no_secret(side_table("salt")), attempt.key)
         return row
 
     def _granted(
@@ -291,12 +291,14 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
             "SELECT current_setting('max_connections')::int"
             " - current_setting('superuser_reserved_connections')::int"
         )
-        return int(self._ask(lambda on: rows_of(on, most))[0][0])
+        return int(self._connections.ask(lambda on: rows_of(on, most))[0][0])
 
     def _cleanup(self, before: datetime, limit: int) -> int:
         # Records do not outlive their locks. Besides notes, only rows of ended sessions are left.
         # Table names have their percent signs doubled, for statements with arguments.
-        self._ask(lambda on: rows_of(on, self._statements.forget_ended() % ()), busy=list)
+        self._connections.ask(
+            lambda on: rows_of(on, self._statements.forget_ended() % ()), busy=list
+        )
         return self._remove_notes(before, limit)
 
     def _counts(self) -> Counts:
@@ -338,7 +340,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
                 return None
             raise self._refused(error, key) from error
         except SynchronousOnlyOperation as error:
-            raise self._in_coroutine(key) from error
+            raise self._connections.in_coroutine(key) from error
 
     def _no_answer(self, key: str | None) -> BackendUnavailable:
         return BackendUnavailable(
@@ -348,7 +350,7 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         )
 
     def _refused(self, error: Error, key: str | None) -> LockError:
-        return used_up(key) if is_overflow(error) else self._translated(error, key)
+        return used_up(key) if is_overflow(error) else self._connections.translated(error, key)
 
 
 def _prepared(tables: TableConnections) -> str:

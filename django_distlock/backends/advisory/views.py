@@ -36,31 +36,33 @@ class SessionViews(FenceTable):
     _holdings: Holdings
 
     def _read(self, name: str) -> Record | None:
-        found = self._ask(partial(self._find, name, MAX_BOUND), writes=False)
+        found = self._connections.ask(partial(self._find, name, MAX_BOUND), writes=False)
         return None if found is None else found[0]
 
     def _read_many(self, names: Sequence[str]) -> Sequence[Record | None]:
-        found = self._ask_within(self._find_all, long=True)
+        found = self._connections.ask_within(self._find_all, long=True)
         return [found.get(name) for name in names]
 
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
-        found = self._ask_within(self._find_all, long=True)
+        found = self._connections.ask_within(self._find_all, long=True)
         return Page.of(found, prefix, cursor, host=host, task_id=task_id, limit=limit)
 
     def _force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
         force = partial(self._force, name, key, fence, bound)
-        done, record = self._ask(force, bound=bound, busy=lambda: (False, None), key=key)
+        done, record = self._connections.ask(
+            force, bound=bound, busy=lambda: (False, None), key=key
+        )
         return record if done else self._busy(name)
 
     def _request_stop(
         self, name: str, within: float | None, token: str | None, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
         request = partial(self._send_stop, name, fence, bound)
-        return self._ask(request, bound=bound, busy=partial(self._busy, name))
+        return self._connections.ask(request, bound=bound, busy=partial(self._busy, name))
 
     # In the server
 
@@ -164,7 +166,7 @@ class SessionViews(FenceTable):
         try:
             found = table_names(self._connections)
         except (DatabaseError, InterfaceError) as error:
-            raise self._translated(error, None) from error
+            raise self._connections.translated(error, None) from error
         # Escaped, because the statements have placeholders.
         return Statements(*(each.replace("%", "%%") for each in found))
 

@@ -179,7 +179,7 @@ def _look(alias: str) -> Health:
 def _count(alias: str) -> Counted | None:
     store = lock_backends[alias]
     if isinstance(store, DatabaseBackend):
-        return store._ask(partial(_count_rows, store), writes=False, long=True)
+        return store._connections.ask(partial(_count_rows, store), writes=False, long=True)
     return _count_listed(store) if store.supports_listing else None
 
 

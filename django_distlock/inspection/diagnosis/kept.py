@@ -58,13 +58,13 @@ def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
     is_dead = _dead_or_not()
     _note_locks(store, notes, limit, is_dead)
     if isinstance(store, DatabaseBackend):
-        store._ask(lambda on: _note_over(store, on, notes), writes=False, long=True)
+        store._connections.ask(lambda on: _note_over(store, on, notes), writes=False, long=True)
 
         def note_waiters(on: str) -> None:
             late = store._own_rows(Waiter, on).filter(until__lte=vendors.of(on).now()).count()
             _note_waiters(notes, _waiting_in(store, on), limit, is_dead, late)
 
-        store._ask(note_waiters, writes=False, long=True)
+        store._connections.ask(note_waiters, writes=False, long=True)
     elif is_redis(store):
         waited = _keys_with(store, "waiters")
         waiting = ((key, [each.holder for each in store.waiters.of(key)]) for key in waited)
@@ -353,7 +353,7 @@ def _paused(
             rows = store._own_rows(FenceCounter, on).filter(paused_until__gte=until)
             return list(rows.values_list("key", "paused_until", "paused_by")[:limit])
 
-        yield from store._ask(look, writes=False, long=True)
+        yield from store._connections.ask(look, writes=False, long=True)
     elif is_redis(store):
         for key in islice(_keys_with(store, "pause"), limit):
             counter = store.counter(key)

@@ -243,7 +243,7 @@ def _note_connections(store: BaseLockBackend, notes: Notes) -> None:
         if is_redis(store):
             found = list(_of_redis(store))
         elif isinstance(store, FenceTable):
-            found = store._ask(_of_database, writes=False, long=True)
+            found = store._connections.ask(_of_database, writes=False, long=True)
     many = [each for each in found if each.number >= each.most * NEARLY]
     if many:
         notes.find(
