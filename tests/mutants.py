@@ -325,8 +325,8 @@ MUTANTS = (
     ),
     Mutant(
         "the time of the transaction is used as the current time", "sqlite", COMPACT,
-        old=r"( +)(with writing\(\):\n +kept, last, )now, _, is_shared =",
-        new=r"\1now = datetime.now(UTC)\n\1\2_, _, is_shared =",
+        old=r"( +)(with writing\(\):\n +kept, last, )at, _, is_shared =",
+        new=r"\1at = time.time_ns() // 1000\n\1\2_, _, is_shared =",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
         case="{backend}-expired",
     ),

@@ -11,9 +11,9 @@ from django.db import connections, models
 from django.db.models import F, Max, Q
 
 from ..conf import DEFAULT_TABLES, table
+from ..core.records import to_microseconds
 from ..database import vendors
 from ..database.connections import rows_of
-from ..database.fields import to_microseconds
 from ..models import FenceCounter, HeldLock, Waiter
 from .counts import MOST, Count, Counts, Sizes, States, Strain, TableSize
 

@@ -33,6 +33,7 @@ FENCE_MAX: Final = 900_000_000_000_000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 #: What a fence that follows the clock counts: 15 digits last until the year 2255.
 _STEP: Final = timedelta(microseconds=10)
+_MICROSECOND: Final = timedelta(microseconds=1)
 
 logger = logging.getLogger("django_distlock")
 
@@ -731,3 +732,37 @@ def validate_fence(value: object, *, least: int = 1, most: int = FENCE_MAX) -> i
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InvalidArgument(f"A fence must be an int from {least} to {most}, not {shown(value)}.")
     return value
+
+
+# Instants, as stores keep them: see docs/decisions/instants-are-integers.md
+
+
+def to_microseconds(instant: datetime) -> int:
+    """Return an aware datetime as microseconds since 1970, exactly."""
+    return (instant - _EPOCH) // _MICROSECOND
+
+
+def stored(*instants: datetime | None) -> list[int | None]:
+    """Return each as microseconds since 1970; None stays None."""
+    return [None if each is None else to_microseconds(each) for each in instants]
+
+
+def instant(value: int | None) -> datetime | None:
+    """Return microseconds since 1970 as a datetime; None stays None."""
+    return None if value is None else from_microseconds(value)
+
+
+def from_microseconds(value: int) -> datetime:
+    """Return microseconds since 1970 as an aware datetime in UTC.
+
+    Raises:
+        OverflowError: It is in the first or last year of the calendar, or beyond, and so out of
+            range in some time zones.
+    """
+    if not _FIRST <= value <= _LAST:
+        raise OverflowError(f"{value} microseconds since 1970 is no time that locks have.")
+    return _EPOCH + timedelta(microseconds=value)
+
+
+_FIRST = to_microseconds(datetime(2, 1, 1, tzinfo=UTC))
+_LAST = to_microseconds(datetime(9999, 1, 1, tzinfo=UTC))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
@@ -10,6 +10,8 @@ from django.db import DataError, models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
+
+from ..core.records import from_microseconds, to_microseconds
 
 if TYPE_CHECKING:
     _CharField = models.CharField[Any, Any]
@@ -20,42 +22,8 @@ else:  # Only type checkers may give a field type arguments.
     _CharField, _TextField = models.CharField, models.TextField
     _BigIntegerField, _DateTimeField = models.BigIntegerField, models.DateTimeField
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND = timedelta(microseconds=1)
-
 # Without these, some databases treat "A" as "a", "é" as "e", or "a " as "a".
 _BYTE_COLLATIONS = {"postgresql": "C", "sqlite": "BINARY"}
-
-
-def to_microseconds(instant: datetime) -> int:
-    """Return an aware datetime as microseconds since 1970, exactly."""
-    return (instant - _EPOCH) // _MICROSECOND
-
-
-def stored(*instants: datetime | None) -> list[int | None]:
-    """Return each as microseconds since 1970; None stays None."""
-    return [None if each is None else to_microseconds(each) for each in instants]
-
-
-def instant(value: int | None) -> datetime | None:
-    """Return microseconds since 1970 as a datetime; None stays None."""
-    return None if value is None else from_microseconds(value)
-
-
-def from_microseconds(value: int) -> datetime:
-    """Return microseconds since 1970 as an aware datetime in UTC.
-
-    Raises:
-        OverflowError: It is in the first or last year of the calendar, or beyond, and so out of
-            range in some time zones.
-    """
-    if not _FIRST <= value <= _LAST:
-        raise OverflowError(f"{value} microseconds since 1970 is no time that locks have.")
-    return _EPOCH + timedelta(microseconds=value)
-
-
-_FIRST = to_microseconds(datetime(2, 1, 1, tzinfo=UTC))
-_LAST = to_microseconds(datetime(9999, 1, 1, tzinfo=UTC))
 
 
 class KeyField(_CharField):

@@ -27,6 +27,8 @@ from ..core.records import (
     Unknown,
     all_or_none,
     check_fence,
+    from_microseconds,
+    instant,
     known_holder,
     used_up,
 )
@@ -34,7 +36,6 @@ from ..core.sharing import DOOR_SECONDS
 from . import vendors
 from .borrowing import NeedsOwnSession
 from .connections import is_own
-from .fields import from_microseconds, instant
 from .sql import function_name
 from .vendors.postgresql import milliseconds, sqlstate
 

@@ -8,17 +8,29 @@ step; all other operations are inherited.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections, transaction
 
-from ..core.records import Attempt, Contended, Freed, Grant, Holder, Record, lease_ends, next_fence
+from ..core.records import (
+    Attempt,
+    Contended,
+    Freed,
+    Grant,
+    Holder,
+    Record,
+    from_microseconds,
+    instant,
+    lease_ends,
+    next_fence,
+    stored,
+)
 from ..database.connections import is_own
-from ..database.fields import from_microseconds, instant, stored, to_microseconds
 from ..database.server_functions import contended
 from .lock import HeldLockManager
 
@@ -72,6 +84,12 @@ SELECT
     token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, stop_requested_at, wanted,
     renewed_until
 FROM {locks} WHERE storage_key = ?
+"""
+    # As `Record.is_owned`.
+    owned: str = """
+SELECT acquired_at, wanted FROM {locks}
+WHERE storage_key = ? AND token = ?
+AND (free_at IS NULL OR (free_at > ? AND free_at IS NOT expires_at))
 """
     extend: str = """
 UPDATE {locks} SET ttl = ?, renewed_at = ?, expires_at = ?, free_at = ? WHERE storage_key = ?
@@ -129,14 +147,15 @@ class CompactLockManager(HeldLockManager):
             if is_shared:
                 return None
             with writing():
-                kept, last, now, _, is_shared = self._in_the_way(run, attempt)
+                kept, last, at, _, is_shared = self._in_the_way(run, attempt)
                 if kept is not None or is_shared:
                     return kept
+                now = from_microseconds(at)
                 fence = next_fence(key, last, now if self.follows_clock else None)
                 expires_at, free_at = lease_ends(now, attempt.ttl)
                 values: list[Any] = [
                     name, key, attempt.token, fence, attempt.ttl,
-                    *stored(now, now, expires_at, free_at),
+                    at, at, *stored(expires_at, free_at),
                     json.dumps(holder.as_json()), holder.host, holder.task_id,
                 ]  # fmt: skip
                 run(self._statements.advance, [name, key, fence])
@@ -155,15 +174,17 @@ class CompactLockManager(HeldLockManager):
 
     def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
         with self._asking() as (run, writing), writing():
-            record, now = self._owned_record(run, name, grant)
-            if record is None:
+            at = time.time_ns() // 1000
+            owned = run(self._statements.owned, [name, grant.token, at]).fetchone()
+            if owned is None:
                 return "gone"
-            until = None if held is None else record.acquired_at + timedelta(seconds=held)
-            if until is None or until <= now:
+            acquired_at, wanted = owned
+            until = 0 if held is None else acquired_at + round(held * 1e6)
+            if until <= at:
                 run(self._statements.delete, [name])
             else:
-                run(self._statements.settle, [*stored(until, until), name])
-        return "wanted" if record.wanted else "released"
+                run(self._statements.settle, [until, until, name])
+        return "wanted" if wanted else "released"
 
     @contextmanager
     def _asking(self) -> Iterator[tuple[Run, Callable[[], AbstractContextManager[None]]]]:
@@ -184,20 +205,19 @@ class CompactLockManager(HeldLockManager):
 
     def _in_the_way(
         self, run: Run, attempt: Attempt
-    ) -> tuple[Contended | None, int, datetime, bool, bool]:
+    ) -> tuple[Contended | None, int, int, bool, bool]:
         """Return why the key is not available, if so, its last fence, the time, and two flags.
 
-        The flags are: whether an exclusive holder is not marked yet; and whether the key is shared,
-        or was.
+        The time is in microseconds since 1970. The flags are: whether an exclusive holder is not
+        marked yet; and whether the key is shared, or was.
         """
         found = run(self._statements.look, [attempt.name]).fetchone()
         last, paused_until, is_shared, token, *lease = found
         fence, acquired_at, expires_at, free_at, wanted, told = lease
-        now = datetime.now(UTC)
-        at = to_microseconds(now)
+        at = time.time_ns() // 1000
         paused = paused_until is not None and at < paused_until
         if token is None or (free_at is not None and free_at <= at):
-            kept = Contended(observed_at=now, paused=True) if paused else None
+            kept = Contended(observed_at=from_microseconds(at), paused=True) if paused else None
         elif (
             token == attempt.replace
             and not paused
@@ -209,7 +229,7 @@ class CompactLockManager(HeldLockManager):
             facts = fence, acquired_at, expires_at, free_at, json.loads(told)
             kept = contended(outcome, at, *facts)
         is_held = kept is not None and kept.fence is not None
-        return kept, last or 0, now, is_held and not wanted, bool(is_shared)
+        return kept, last or 0, at, is_held and not wanted, bool(is_shared)
 
     def _owned_record(self, run: Run, name: str, grant: Grant) -> tuple[Record | None, datetime]:
         """Return the record of a grant, without its holder, and the time; None: it is gone."""

@@ -19,9 +19,8 @@ from django.db import OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..core.durations import GRACE
-from ..core.records import FENCE_MAX, Attempt, Contended, Freed, Grant
+from ..core.records import FENCE_MAX, Attempt, Contended, Freed, Grant, from_microseconds, instant
 from ..database import sql
-from ..database.fields import from_microseconds, instant
 from ..database.server_functions import acquired
 from ..database.vendors.mysql import INTERRUPTED, MAX_STATEMENT_TIME, MySQL
 from .lock import HeldLockManager

@@ -31,11 +31,11 @@ from ..core.records import (
     Unknown,
     Unreadable,
     lease_ends,
+    to_microseconds,
 )
 from ..core.secrets import Token
 from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end
 from ..database.connections import rows_of
-from ..database.fields import to_microseconds
 from .fence import FenceCounterManager
 from .fence import refuse_lower_fence as refuse_lower_fence
 from .rows import StoreManager, between, only, remove

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ...core.records import Holder, Record
-from ...database.fields import from_microseconds, to_microseconds
+from ...core.records import Holder, Record, from_microseconds, to_microseconds
 from ...database.sql import HELD_LOCKS, LOCK_NUMBER, NOW, number
 
 # Each step depends on the one before, which sets their order: a loser writes nothing, and only the

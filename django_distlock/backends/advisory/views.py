@@ -13,10 +13,9 @@ from django.db import DatabaseError, Error, InterfaceError
 
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable
-from ...core.records import Contended, Page, Record
+from ...core.records import Contended, Page, Record, to_microseconds
 from ...database import vendors
 from ...database.connections import rows_of
-from ...database.fields import to_microseconds
 from ...database.schemas import TableConnections
 from ...database.sql import side_table
 from ...database.vendors.postgresql import no_secret

@@ -35,11 +35,12 @@ from ...core.records import (
     Unreadable,
     Waiting,
     Waits,
+    from_microseconds,
+    to_microseconds,
     used_up,
 )
 from ...core.secrets import Token
 from ...core.sharing import DOOR_SECONDS
-from ...database.fields import from_microseconds, to_microseconds
 from ...exceptions import InvalidLockBackend
 from ..base import BaseLockBackend
 from ..counts import Counts, States, Strain

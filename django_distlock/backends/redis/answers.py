@@ -25,10 +25,10 @@ from ...core.records import (
     Waiting,
     all_or_none,
     check_fence,
+    from_microseconds,
     known_holder,
     used_up,
 )
-from ...database.fields import from_microseconds
 
 #: The fields of a record that are read without a script. Every record has `free_at`.
 FIELDS: Final = (

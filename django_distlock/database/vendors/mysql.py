@@ -18,8 +18,7 @@ from django.db.utils import Error
 
 from ...conf import table
 from ...core.keys import advisory_id
-from ...core.records import Grant
-from ..fields import from_microseconds, to_microseconds
+from ...core.records import Grant, from_microseconds, to_microseconds
 from .base import LOOK_SECONDS, Vendor
 
 #: The server's numbers for a statement that it has ended.

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from django.db.utils import OperationalError
 
 from ...core.durations import GRACE, MAX_STANDSTILL
-from ...core.records import Grant
-from ..fields import from_microseconds
+from ...core.records import Grant, from_microseconds
 from ..sql import NOW, SCHEMA_OF, called, channel, number, quoted, side_table
 from .base import Vendor
 
