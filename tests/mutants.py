@@ -241,7 +241,7 @@ MUTANTS = (
     ),
     Mutant(
         "a token is left in the frames of a driver",
-        "mariadb", "django_distlock/backends/tables.py",
+        "mariadb", "django_distlock/database/schemas.py",
         old=r"forget_frames\(error\)", new="pass",
         test="tests/integration/test_secrets.py::test_report_of_a_failing_store_shows_no_token",
         case="mysql",
@@ -537,6 +537,7 @@ MUTANTS = (
         "renewals that fail are never given up", "all", "django_distlock/process/heartbeat.py",
         old=r"return self.failures >= MOST_FAILURES", new="return False",
         test="tests/core/test_renewing.py::test_third_failure_in_a_row_is_one_too_many", case="",
+        also="tests/contract/test_lost_leases.py::test_three_failures_in_a_row_lose_the_lease",
     ),
     Mutant(
         "a loss is reported twice", "memory", "django_distlock/locks/callbacks.py",

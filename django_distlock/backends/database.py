@@ -127,7 +127,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
             return self._hot_on(on).share(attempt)
 
         busy = partial(self._busy, attempt.name)
-        if not attempt.shared:
+        if attempt.permits == 1:
             answer: Grant | Contended | None = self._connections.ask(
                 acquire, bound=attempt.bound, busy=busy, single=self._single, key=attempt.key
             )
@@ -305,7 +305,8 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         return not self._in_test_case()
 
     def _in_test_case(self) -> bool:
-        return in_test_case(connections[self.using])
+        connection = connections[self.using]
+        return connection.in_atomic_block and in_test_case(connection)
 
     def _listener_for(self, vendor: str, listen_using: str | None) -> Listener | None:
         if listen_using is not None:

@@ -296,6 +296,15 @@ class Attempt:
                 )
         return made
 
+    def granted(self, fence: int, at: int) -> tuple[Grant, list[int | None]]:
+        """Return the answer if the key is granted at this instant, and the ends of its lease.
+
+        These and the instant are as stores keep them.
+        """
+        now = from_microseconds(at)
+        expires_at, free_at = lease_ends(now, self.ttl)
+        return self.grant(fence, now, expires_at), stored(expires_at, free_at)
+
     def grant(self, fence: int, now: datetime, expires_at: datetime | None) -> Grant:
         """Return the answer if the key is granted."""
         shared = self.permits != 1

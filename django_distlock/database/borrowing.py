@@ -154,8 +154,9 @@ class Use:
         if template.vendor != "sqlite":
             leave_to_parent(template)
         # An exclusive transaction of SQLite lets no other connection read, so it is used itself.
-        if (in_test_case(template) and not pool.apart) or (
-            not self._writes and has_the_file(template)
+        if template.in_atomic_block and (
+            (in_test_case(template) and not pool.apart)
+            or (not self._writes and has_the_file(template))
         ):
             return pool.alias
         if self._may_lend(template):

@@ -70,31 +70,31 @@ def insist(
 
 def _drive(attempts: Attempts) -> Outcome:
     """Acquire a key, and return the outcome of the last attempt."""
-    bell, answer = Bell(), None
-    waiting = _Waiting(attempts, bell).steps()
+    answer, waiting = None, _Waiting(attempts, Bell)
+    steps = waiting.steps()
     while True:
         try:
-            blocking = waiting.send(answer)
+            blocking = steps.send(answer)
         except StopIteration as stop:
             outcome: Outcome = stop.value
             return outcome
         if callable(blocking):
             answer = blocking()
         else:
-            bell.wait(blocking)
+            waiting.bell.wait(blocking)
 
 
 async def _adrive(attempts: Attempts) -> Outcome:
     """See `_drive`."""
-    bell, answer = _TaskBell(), None
-    waiting, run = _Waiting(attempts, bell).steps(), attempts.backend.threads.run
+    answer, waiting = None, _Waiting(attempts, _TaskBell)
+    steps, run = waiting.steps(), attempts.backend.threads.run
     while True:
         try:
-            blocking = waiting.send(answer)
+            blocking = steps.send(answer)
         except StopIteration as stop:
             outcome: Outcome = stop.value
             return outcome
-        answer = await (run(blocking) if callable(blocking) else bell.wait(blocking))
+        answer = await (run(blocking) if callable(blocking) else waiting.bell.wait(blocking))
 
 
 class _TaskBell:
@@ -125,9 +125,18 @@ class _TaskBell:
 class _Waiting:
     """The steps of acquiring a key, except the blocking ones, which the driver carries out."""
 
-    def __init__(self, attempts: Attempts, bell: Bell | _TaskBell):
-        self._attempts, self._bell = attempts, bell
+    def __init__(self, attempts: Attempts, new_bell: Callable[[], Bell | _TaskBell]):
+        self._attempts, self._new_bell = attempts, new_bell
         self._backend, self._monotonic = attempts.backend, attempts.backend.monotonic
+        # Nearly always, nobody has to be woken.
+        self._bell: Bell | _TaskBell | None = None
+
+    @property
+    def bell(self) -> Any:
+        """What wakes the caller."""
+        if self._bell is None:
+            self._bell = self._new_bell()
+        return self._bell
 
     def steps(self) -> Generator[Blocking, Any, Outcome]:
         """Yield the blocking steps, and return the outcome of the last attempt."""
@@ -137,7 +146,8 @@ class _Waiting:
             while True:
                 if isinstance(step, Attempt):
                     # A wake-up from here on may be about a change that the attempt does not see.
-                    self._bell.clear()
+                    if self._bell is not None:
+                        self._bell.clear()
                     answer = yield partial(self._attempts.attempt, step)
                     step = steps.send(Reply(self._monotonic(), answer))
                 else:
@@ -162,11 +172,12 @@ class _Waiting:
         return Reply(self._monotonic(), listening=self._backend.listen())
 
     def _line_up(self, until: float) -> Generator[Blocking, Any, Reply]:
-        attempts = self._attempts
+        # Made here, in the caller's thread, before others can ring it.
+        attempts, bell = self._attempts, self.bell
         queued = attempts.join(self._ring)
         while attempts.queues and (left := min(until - self._monotonic(), attempts.patience)) > 0:
             yield from self._sleep(left)
-            self._bell.clear()
+            bell.clear()
         bound = min(MAX_BOUND, max(0.0, until - self._monotonic()))
         listening = attempts.is_first and (yield partial(self._backend.listen, bound))
         return Reply(self._monotonic(), listening=listening, queued=queued)
@@ -178,9 +189,10 @@ class _Waiting:
         until = self._monotonic() + seconds
         if seconds > NOTE_AFTER and not self._attempts.may_be_noted:
             yield NOTE_AFTER
-        if self._attempts.may_be_noted and not self._bell.is_rung:
+        if self._attempts.may_be_noted and not self.bell.is_rung:
             yield self._attempts.note
         yield min(_LONGEST, until - self._monotonic())
 
     def _ring(self) -> bool:
-        return self._bell.ring()
+        woken: bool = self.bell.ring()
+        return woken

@@ -40,6 +40,7 @@ class Block:
         name: The backend and the key.
         lease: The lease that the code inside gets.
         release: Releases the lease.
+        nested: Whether other blocks were open around it when it was entered.
         inner: Whether an outer block holds the lease and will release it.
         attempts: The attempts to acquire the key. They clean up after themselves when they fail.
         adopting: The deferred release of an earlier block whose lease this block takes over.
@@ -49,7 +50,7 @@ class Block:
     name: tuple[str, str] | None = None
     lease: Any = None
     release: Any = None
-    inner = False
+    nested = inner = False
     attempts: Any = None
     adopting: deferred_release.Deferred | None = None
     home = 0
@@ -243,6 +244,7 @@ def enter(owner: object, backend: str, key: str) -> Block:
     block.name, block.home = (backend, key), deferred_release.home()
     # Blocks that a signal's exception has broken out of are still listed, but not open.
     outer = _bound.get()
+    block.nested = bool(outer)
     _bound.set((*(each for each in outer if each.is_open), block) if outer else (block,))
     return block
 

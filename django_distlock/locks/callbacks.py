@@ -8,6 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.durations import Duration, seconds
@@ -25,42 +26,48 @@ Callback = Callable[[Any], object]
 Call = tuple[Callback, Any]
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Callbacks:
     """The callbacks of one lease."""
 
-    def __init__(self) -> None:
-        self.lost: list[Call] = []
-        self.danger: list[tuple[float, Call]] = []
+    lost: list[Call] = field(default_factory=list)
+    danger: list[tuple[float, Call]] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class Losses:
-    """Reports the loss of one lease: each fact once, and nothing after a clean release."""
+    """Reports the loss of one lease: each fact once, and nothing after a clean release.
 
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        #: Whether the loss has been reported, or is being reported.
-        self.told = False
-        kept = Callbacks()
-        self._callbacks: Callable[[], Callbacks | None] = lambda: kept
-        self._warns = False
-        #: For each callback by its index, the deadline that it has been warned of.
-        self._warned: dict[int, float] = {}
-        self._task: asyncio.Task[Any] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._cancels = True
-        self._cancelled = False
-        self._cancelling = 0
+    Attributes:
+        mutex: Held while it is decided who reports it.
+        told: Whether the loss has been reported, or is being reported.
+        warns: Whether somebody is warned ahead of the deadline.
+    """
+
+    mutex: threading.Lock
+    told: bool = False
+    warns: bool = False
+    #: The callbacks, until somebody else keeps them: see `entrust`.
+    _kept: Callbacks | None = field(default_factory=Callbacks)
+    _entrusted: Callable[[], Callbacks | None] = lambda: None
+    #: For each callback by its index, the deadline that it has been warned of.
+    _warned: dict[int, float] = field(default_factory=dict)
+    _task: asyncio.Task[Any] | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+    _cancels: bool = True
+    _cancelled: bool = False
+    _cancelling: int = 0
 
     def claim(self) -> bool:
         """Return True once: to the caller that has to report the loss."""
-        with self._mutex:
+        with self.mutex:
             first, self.told = not self.told, True
             return first
 
     def on_lost(self, callback: Callback, lease: Any) -> None:
         """Call back when the lease is lost; at once if it is already."""
         _validate(callback)
-        with self._mutex:
+        with self.mutex:
             callbacks = self._callbacks()
             if not self.told and callbacks is not None:
                 callbacks.lost.append((callback, lease))
@@ -73,13 +80,16 @@ class Losses:
         callbacks = self._callbacks()
         if callbacks is not None:
             callbacks.danger.append((before, (callback, lease)))
-            self._warns = True
+            self.warns = True
 
     def entrust(self) -> Callbacks:
         """Return the callbacks. They are called only while somebody keeps a reference to them."""
         callbacks = self._callbacks() or Callbacks()
-        self._callbacks = weakref.ref(callbacks)
+        self._entrusted, self._kept = weakref.ref(callbacks), None
         return callbacks
+
+    def _callbacks(self) -> Callbacks | None:
+        return self._kept or self._entrusted()
 
     def call(self) -> None:
         """Call the callbacks for the loss."""
@@ -89,7 +99,7 @@ class Losses:
     def next_due(self, deadline: float) -> float:
         """Return when the next warning is due; the deadline if there is none."""
         due = deadline
-        for index, (before, _call) in enumerate(self._danger if self._warns else []):
+        for index, (before, _call) in enumerate(self._danger if self.warns else []):
             if self._warned.get(index) != deadline:
                 due = min(due, deadline - before)
         return due

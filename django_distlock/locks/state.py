@@ -100,7 +100,7 @@ class Holding:
         self.granted_at = store.monotonic()
         self.pid = os.getpid()
         self.state: Literal["held", "lost", "released"] = "held"
-        self.losses = Losses()
+        self.losses = Losses(threading.Lock())
         # Why it was lost, if not by its deadline.
         self.lost_by: str | None = None
         # The ttl of the shortest request that got no answer: see `Granted`.
@@ -352,7 +352,8 @@ class Holding:
         """Return the seconds until there is something to report."""
         if self.releasing:
             return math.inf  # The answer to the release decides.
-        return self.losses.next_due(self.deadline) - self.monotonic()
+        due = self.losses.next_due(self.deadline) if self.losses.warns else self.deadline
+        return due - self.monotonic()
 
     def alarm(self) -> None:
         """Report what is due: a warning, or the loss."""

@@ -218,7 +218,7 @@ def _raise_behind(error: LockUsageError, body: BaseException | None) -> None:
 
 def _enter_again(lock: Lock, block: Block) -> Lease | None:
     """Return the lease of an outer block on the same key, if this lock is reentrant."""
-    around: Lease | None = blocks.holds(lock.backend, lock.key)
+    around: Lease | None = blocks.holds(lock.backend, lock.key) if block.nested else None
     if around is None:
         return None
     if not lock.reentrant:
@@ -255,8 +255,8 @@ def _take(
     name = block.name = lock.backend, lock.key
     # Releases that a rollback or an interruption has left are waited for first.
     blocks.flush(name)
-    deferred_release.flush(name)
-    request = _request(lock, store, terms, wait, since, home)
+    kept = deferred_release.flush(name, home)
+    request = _request(lock, store, terms, wait, since, home, kept)
     adopted = context.adopt(store, request, terms, block) if request.passed else None
     if adopted is not None:
         return adopted
@@ -278,8 +278,8 @@ async def _atake(
     terms = _begin(lock, store, home)
     name = block.name = lock.backend, lock.key
     await blocks.aflush(store, name)
-    await deferred_release.aflush(store, name)
-    request = _request(lock, store, terms, wait, since, home)
+    kept = await deferred_release.aflush(store, name, home)
+    request = _request(lock, store, terms, wait, since, home, kept)
     adopted = await context.aadopt(store, request, terms, block) if request.passed else None
     if adopted is not None:
         return adopted
@@ -323,8 +323,8 @@ def _request(
     wait: float | Unset | None,
     since: float,
     home: int,
+    kept: deferred_release.Deferred | None,
 ) -> Request:
-    kept = deferred_release.waiting_release((lock.backend, lock.key), home)
     if kept is not None and kept.owner.grant.shared and terms.permits == 1:
         raise _upgrade(lock.key)
     return Request(
@@ -365,9 +365,10 @@ def terms_of(lock: Lock, store: BaseLockBackend) -> Terms:
     if "{" in lock.key and not lock._filled:
         _warn_of_field(lock.key)
     ttl = lock.ttl
-    if not (lock.basic and ttl is None):
-        config = store.config
-        ttl = ttl_seconds(config.ttl if ttl is None else ttl, maximum=config.max_ttl)
+    if ttl is not None:
+        ttl = ttl_seconds(ttl, maximum=store.config.max_ttl)
+    elif not lock.basic:
+        ttl = store.config.ttl
     if lock.max_lifetime is not None:
         check_lifetime(lock, ttl)
     hold = (ttl or 0.0) if lock.hold else lock.min_hold

@@ -26,7 +26,6 @@ from ..core.records import (
     Record,
     from_microseconds,
     instant,
-    lease_ends,
     next_fence,
     stored,
 )
@@ -150,17 +149,17 @@ class CompactLockManager(HeldLockManager):
                 kept, last, at, _, is_shared = self._in_the_way(run, attempt)
                 if kept is not None or is_shared:
                     return kept
-                now = from_microseconds(at)
-                fence = next_fence(key, last, now if self.follows_clock else None)
-                expires_at, free_at = lease_ends(now, attempt.ttl)
+                floor = from_microseconds(at) if self.follows_clock else None
+                fence = next_fence(key, last, floor)
+                granted, ends = attempt.granted(fence, at)
                 values: list[Any] = [
                     name, key, attempt.token, fence, attempt.ttl,
-                    at, at, *stored(expires_at, free_at),
+                    at, at, *ends,
                     json.dumps(holder.as_json()), holder.host, holder.task_id,
                 ]  # fmt: skip
                 run(self._statements.advance, [name, key, fence])
                 run(self._statements.grant, values)
-        return attempt.grant(fence, now, expires_at)
+        return granted
 
     def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
         with self._asking() as (run, writing), writing():

@@ -375,15 +375,21 @@ def _of_thread(those: list[Deferred], thread: int) -> list[Deferred]:
     return own
 
 
-def flush(name: tuple[str, str]) -> None:
+def flush(name: tuple[str, str], thread: int | None = None) -> Deferred | None:
     """Wait until releases of this name whose transactions have ended are carried out.
 
     After a rollback, the next acquire must not be refused for a lease that the rollback released.
     It waits for `MAX_BOUND` seconds at most.
+
+    Returns:
+        The release that still waits: see `waiting_release`.
     """
-    for deferred in _named(name) if _waiting else []:
+    if not _waiting:
+        return None
+    for deferred in _named(name):
         if deferred.is_over:
             deferred.done.wait(MAX_BOUND)
+    return waiting_release(name, thread)
 
 
 def _named(name: tuple[str, str]) -> list[Deferred]:
@@ -398,10 +404,13 @@ def sweep() -> None:
         deferred.sweep()
 
 
-async def aflush(backend: BaseLockBackend, name: tuple[str, str]) -> None:
+async def aflush(
+    backend: BaseLockBackend, name: tuple[str, str], thread: int | None = None
+) -> Deferred | None:
     """See `flush`; the event loop does not block."""
     if any(each.is_over for each in _named(name)):
         await backend.threads.run(flush, name)
+    return waiting_release(name, thread)
 
 
 def later(work: Callable[[], None], seconds: float = 0.0) -> None:
