@@ -394,6 +394,16 @@ MUTANTS = (
         test=f"{CONTRACT}::test_fences_grow_over_releases",
     ),
     Mutant(
+        "a settled key is released once more", "sqlite", COMPACT,
+        old=" AND free_at IS NOT expires_at", new="",
+        test=f"{CONTRACT}::test_settle_ends_the_lease",
+    ),
+    Mutant(
+        "a lease is released by another token", "sqlite", COMPACT,
+        old=r"storage_key = \? AND token = \?", new="storage_key = ? AND ? <> ''",
+        test=f"{CONTRACT}::test_release_is_true_for_one_of_many",
+    ),
+    Mutant(
         "the fence counter is deleted with the lock", "sqlite", COMPACT,
         old=r"( +)(run\(self._statements.)delete(, \[name\]\))",
         new=r"\1\2delete\3\n\1\2delete.replace('heldlock', 'fencecounter')\3",

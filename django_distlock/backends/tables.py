@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final
 
 from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -31,8 +31,6 @@ from ..managers.fence import FenceCounterManager
 from ..managers.rows import between, remove
 from ..models import MAX_STORAGE_KEY, FenceCounter, HeldLock, RunNote
 from .guards import postgresql_guards, postgresql_keepers
-
-T = TypeVar("T")
 
 #: One in so many new notes removes expired ones, and at most so many of them.
 _SWEEP: Final = 200
@@ -268,7 +266,7 @@ class FenceTable:
                 ) from error
             raise self._connections.translated(error, grant.key) from error
 
-    # How the store is asked
+    # Names and rows
 
     def _namespace(self, prefix: str = "") -> str:
         return namespace(self.key_prefix) + prefix

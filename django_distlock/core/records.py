@@ -1,4 +1,4 @@
-"""The arguments and results of backends: holders, grants, records, and fences."""
+"""The arguments and results of backends: holders, grants, records, fences, and instants."""
 
 from __future__ import annotations
 

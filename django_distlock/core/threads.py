@@ -1,4 +1,7 @@
-"""Events, timers, flags and thread starts that an exception of a signal's handler cannot break."""
+"""Events, timers, flags and thread starts that an exception of a signal's handler cannot break.
+
+Also work that may hang, in a thread that can be left behind.
+"""
 
 from __future__ import annotations
 

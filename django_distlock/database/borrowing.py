@@ -79,6 +79,10 @@ _BOUNDS: Mapping[str, dict[str, Any]] = {
 }
 
 
+#: Not None, which is a legal name of a database.
+_NOTHING = object()
+
+
 class NoConnectionFree(Exception):
     """All connections of this package were in use for as long as the caller could wait."""
 
@@ -395,7 +399,7 @@ class LockConnections:
         self.limit = limit
         self.apart = apart
         #: The name of the database for which `prepare` has found out what is needed.
-        self.prepared_for: object = None
+        self.prepared_for: object = _NOTHING
         self._begin()
         close_before_drop(self)
 
@@ -463,7 +467,9 @@ class LockConnections:
         return isinstance(error, NoConnectionFree)
 
     def explained(self, error: Exception, use: Use, key: str | None) -> LockError:
-        """Return what the caller of a failed operation is told."""
+        """Return what the caller of a failed operation is told, or raise the error itself."""
+        if not isinstance(error, NoConnectionFree):
+            raise error
         return BackendUnavailable(str(error), key=key, code="network_timeout")
 
     def prepare(self) -> None:

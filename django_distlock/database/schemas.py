@@ -48,8 +48,8 @@ class TableConnections(LockConnections):
     def prepare(self) -> None:
         """Find the schema beforehand, because that needs another connection."""
         _ = self.schema
-        if self._known() is not None:
-            super().prepare()
+        if (decided := self._known()) is not None:
+            self.prepared_for = decided[0]
 
     def ask_within(self, question: Callable[[str], T], *, long: bool = False) -> T:
         """Read within the bound of all operations, also if the tables are locked."""

@@ -6,6 +6,8 @@ that runs at the end of the block. Instead, each block has a sentinel: an object
 interpreter's stack refers to. However the block is left, the interpreter drops the sentinel. If the
 block has not closed by then, a thread of this package releases what the block holds.
 
+The blocks around the running code are kept here as well, in a context variable.
+
 See docs/decisions/what-a-signal-can-interrupt.md.
 """
 

@@ -26,7 +26,7 @@ Callback = Callable[[Any], object]
 Call = tuple[Callback, Any]
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Callbacks:
     """The callbacks of one lease."""
 
@@ -34,7 +34,7 @@ class Callbacks:
     danger: list[tuple[float, Call]] = field(default_factory=list)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Losses:
     """Reports the loss of one lease: each fact once, and nothing after a clean release.
 
@@ -99,7 +99,7 @@ class Losses:
     def next_due(self, deadline: float) -> float:
         """Return when the next warning is due; the deadline if there is none."""
         due = deadline
-        for index, (before, _call) in enumerate(self._danger if self.warns else []):
+        for index, (before, _call) in enumerate(self._danger):
             if self._warned.get(index) != deadline:
                 due = min(due, deadline - before)
         return due

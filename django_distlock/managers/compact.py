@@ -2,7 +2,7 @@
 
 On SQLite, Django's own work takes most of the time: it builds statements, and wraps cursors. So
 these statements go to the driver. The operations do the same as those of `HeldLockManager`, step by
-step; all other operations are inherited.
+step, but a release reads only what decides. All other operations are inherited.
 """
 
 from __future__ import annotations

@@ -381,6 +381,9 @@ def flush(name: tuple[str, str], thread: int | None = None) -> Deferred | None:
     After a rollback, the next acquire must not be refused for a lease that the rollback released.
     It waits for `MAX_BOUND` seconds at most.
 
+    Args:
+        thread: The thread of the transactions; None: that of `home`.
+
     Returns:
         The release that still waits: see `waiting_release`.
     """
