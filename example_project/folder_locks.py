@@ -10,17 +10,9 @@ from datetime import datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
 
+from django_distlock import BackendUnavailable, Holder
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.core.errors import BackendUnavailable
-from django_distlock.core.records import (
-    UNKNOWN,
-    Contended,
-    Counter,
-    Holder,
-    Page,
-    Record,
-    next_fence,
-)
+from django_distlock.core.records import UNKNOWN, Contended, Counter, Page, Record, next_fence
 
 BUSY = Contended(busy=True)
 
