@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -99,7 +100,15 @@ class Process:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        hangs = error is not None and self.popen.poll() is None
+        if hangs:
+            # It writes where its threads stand, and ends.
+            self.popen.send_signal(signal.SIGALRM)
+            with suppress(subprocess.TimeoutExpired):
+                self.popen.wait(2)
         self.kill()
+        if hangs and error is not None:
+            error.add_note(f"The process had not ended:\n{self._said()}")
 
     def wait_for(self, line: str, timeout: float = 60) -> None:
         """Return when the function has printed this line."""
