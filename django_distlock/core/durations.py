@@ -1,8 +1,7 @@
 """Durations are seconds: a float, an int or a timedelta, checked in one place.
 
-The time that one call has is kept here as well. Whoever drives a call says until when it lasts.
-Whoever waits for a store asks here, however deep below: opening a connection takes of that time,
-and so does each statement and each answer.
+The time limit of a call is kept here as well. The code that starts a call sets the limit. Code that
+waits for a store, however deep below, asks here how much time is left.
 """
 
 from __future__ import annotations
@@ -106,12 +105,12 @@ _end: ContextVar[float] = ContextVar("distlock_end", default=math.inf)
 
 
 def end(seconds: float = math.inf) -> float:
-    """Return until when to wait (`time.monotonic`) for what may take so many seconds by itself."""
+    """Return when to stop waiting (`time.monotonic`): after these seconds, or with the call."""
     return min(time.monotonic() + seconds, _end.get())
 
 
 def left(seconds: float = math.inf) -> float:
-    """Return for how many of these seconds to wait: not below 0, nor for longer than the call."""
+    """Return how long to wait: these seconds, but no longer than the call lasts; at least 0."""
     return max(0.0, min(seconds, _end.get() - time.monotonic()))
 
 

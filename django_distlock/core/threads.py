@@ -256,7 +256,7 @@ def begun(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def apart(work: Callable[[], T], name: str) -> T:
-    """Do some work that knows no bound; if the call ends first, leave it behind, by `Over`."""
+    """Do work that may hang. If the call's time ends first, let it go on, and raise `Over`."""
     seconds = left()
     if seconds == math.inf:
         return work()

@@ -1,4 +1,4 @@
-"""The state of connections, which of them belong to this package, and the thread that may use them.
+"""The state of connections, which of them belong to this package, and its worker threads.
 
 A lock that others see only after the caller's commit would exclude nobody, and a rollback would let
 a fence be granted twice. So lock statements commit by themselves: see `borrowing`. Work that no

@@ -84,7 +84,7 @@ SELECT
     renewed_until
 FROM {locks} WHERE storage_key = ?
 """
-    # As `Record.is_owned`.
+    # The same rule as `Record.is_owned`.
     owned: str = """
 SELECT acquired_at, wanted FROM {locks}
 WHERE storage_key = ? AND token = ?

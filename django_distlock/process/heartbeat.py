@@ -1,8 +1,8 @@
-"""What this process does for the leases that it holds, while their code works.
+"""Renew the leases of this process, report their loss, and release those that are left at exit.
 
-A heartbeat renews them, all of a backend in one round trip. One timer for all of them reports what
-is lost: it uses only the monotonic clock and never asks a store, so a store that hangs cannot delay
-it. And the leases that are left when the interpreter exits are released.
+A heartbeat renews all leases of a backend in one round trip. One timer reports the loss of any
+lease: it uses only the monotonic clock and never asks a store, so a store that hangs cannot delay
+it.
 """
 
 from __future__ import annotations

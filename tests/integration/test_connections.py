@@ -26,7 +26,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.database import connections as distlock_connections
-from django_distlock.database.borrowing import is_readable
+from django_distlock.database.borrowing import LockConnections, is_readable
 from django_distlock.handler import lock_backends
 from django_distlock.models import FenceCounter, HeldLock
 from tests.contract.aliases import (
@@ -631,3 +631,19 @@ def test_aliases_that_another_thread_adds_disturb_nobody() -> None:
     finally:
         over.set()
         adding.result()
+
+
+class _Prepared(Exception):
+    """Raised where a pool would find out what it needs."""
+
+
+def test_pool_prepares_for_a_database_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is a legal NAME on PostgreSQL, and not the mark of a pool that has not prepared."""
+
+    class Pool(LockConnections):
+        def prepare(self) -> None:
+            raise _Prepared
+
+    monkeypatch.setitem(connections["default"].settings_dict, "NAME", None)
+    with pytest.raises(_Prepared), Pool("default", 1).use():
+        pass
