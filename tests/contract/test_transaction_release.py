@@ -423,14 +423,16 @@ def test_lease_goes_on_where_the_commit_could_not_release_it(
 ) -> None:
     """Until the release is tried again, its thread may go on: under the same fence."""
     lock = lock_of(registered, key, wait=5)
-    with monkeypatch.context() as busy, transaction.atomic():
-        with lock as lease:
-            pass
-        busy.setattr(lock_backends[lock.backend], "_release", lambda *_, **__: UNKNOWN)
-        transaction.on_commit(busy.undo)
-    with lock as again:
-        assert again.fence == lease.fence
-        assert not Later(grantable, lock).result()
+    with monkeypatch.context() as busy:
+        with transaction.atomic():
+            with lock as lease:
+                pass
+            busy.setattr(lock_backends[lock.backend], "_release", lambda *_, **__: UNKNOWN)
+        with lock as again:
+            # Not earlier: on a slow machine, the next try may come before this block.
+            busy.undo()
+            assert again.fence == lease.fence
+            assert not Later(grantable, lock).result()
     assert eventually(lambda: grantable(lock))
 
 
