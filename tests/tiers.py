@@ -72,7 +72,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "core": (),
     "unit": (),
     "contract": (),
-    "simulation": (),
+    # Two histories: the thousands of a whole run were a quarter of what a quick one computed.
+    "simulation/test_simulation.py": ("test_seed_is_one_history",),
     # One test of each thing that stands on the locks.
     "celery/test_endings.py": ("test_success",),
     "celery/test_locked_task.py": ("test_import_before_the_apps_are_loaded",),

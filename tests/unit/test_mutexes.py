@@ -65,8 +65,9 @@ def jumps_without_handler(source: str) -> set[int]:
 
 def test_signal_with_a_mutex_locked_unlocks_it() -> None:
     """No loop that a signal's exception could leave past the end of the `with`."""
-    found = {str(path): jumps_without_handler(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    assert len(found) > 100
+    sources = {str(path): path.read_text() for path in PACKAGE.rglob("*.py")}
+    found = {path: jumps_without_handler(s) for path, s in sources.items() if "mutex" in s}
+    assert len(found) > 20
     assert not {path: lines for path, lines in found.items() if lines}
 
 
