@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from urllib.parse import urlencode
 
 from .browsers import Browser
-from .shops import Shop
+from .shops import Program, Shop, ended
 
 LOCKS = "/admin/django_distlock/heldlock/"
 PASSWORD = "only for the tests"
 TOKEN = "only-for-the-tests"
 USERS = """
-import django
-django.setup()
 from django.contrib.auth.models import Permission, User
 User.objects.create_superuser("ada", password="only for the tests")
 viewer = User.objects.create_user("vic", password="only for the tests", is_staff=True)
@@ -24,8 +22,7 @@ viewer.user_permissions.set(Permission.objects.filter(codename="view_heldlock"))
 """
 #: Holds keys for tests, one after the other: a key and a ttl in each line; 0: give it back.
 HOLDER = """
-import json, sys, django
-django.setup()
+import json, sys
 from django_distlock import distlock
 leases = {}
 for line in sys.stdin:
@@ -41,26 +38,18 @@ for line in sys.stdin:
 class Dashboard(Shop):
     """The example, and a process that holds keys for the tests."""
 
-    holder: subprocess.Popen[str]
+    holder: Program
 
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Run that process."""
-        with self.start("-c", HOLDER) as self.holder:
+        with self.start("shell", "-c", HOLDER) as self.holder:
             yield
-            self.holder.communicate(timeout=60)
 
     def hold(self, key: str, ttl: int) -> None:
         """Let it hold a key; 0: give it back."""
-        assert self.holder.stdin
-        assert self.holder.stdout
-        self.holder.stdin.write(f"{json.dumps([key, ttl])}\n")
-        self.holder.stdin.flush()
-        said: list[str] = []
-        # Beside what is logged, such as a lease that was lost.
-        while not said or said[-1] != "done\n":
-            said.append(self.holder.stdout.readline())
-            assert said[-1], said
+        self.holder.send(json.dumps([key, ttl]))
+        self.holder.wait_for("done")
 
 
 @contextmanager
@@ -76,23 +65,16 @@ def held(shop: Dashboard, *keys: str, ttl: int = 600) -> Iterator[None]:
 
 
 @contextmanager
-def leashed(shop: Shop, *keys: str, ttl: int = 60) -> Iterator[list[subprocess.Popen[str]]]:
+def leashed(shop: Shop, *keys: str) -> Iterator[list[Program]]:
     """Let programs run under keys."""
-    started = []
-    try:
+    with ExitStack() as stack:
+        started = []
         for key in keys:
-            program = ["sh", "-c", "echo held; exec sleep 300"]
-            started.append(
-                shop.start("manage.py", "distlock_run", key, f"--ttl={ttl}", "--", *program)
-            )
-        for each in started:
-            assert each.stdout
-            assert each.stdout.readline() == "held\n", each.communicate()[0]
+            line = ["distlock_run", key, "--ttl=15", "--", "sh", "-c", "echo held; exec sleep 300"]
+            started.append(stack.enter_context(shop.start(*line)))
+            stack.callback(ended, started[-1], signal.SIGTERM)
+            started[-1].wait_for("held")
         yield started
-    finally:
-        for each in started:
-            each.terminate()
-            each.communicate(timeout=60)
 
 
 def row(key: str) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sqlite3
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from http.cookiejar import CookieJar
 from pathlib import Path
 from typing import NamedTuple
@@ -18,20 +17,18 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import HTTPCookieProcessor, build_opener
 
-import psycopg
-
+from tests.fork_server import fork
 from tests.keeper import free_port
+from tests.processes import Process
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "example_project"
+from .commands import FOLDER
+
+ROOT = FOLDER.parent
 # A key is held by a process of its own, until it reads a line.
 HOLD = """
-import sys, django
-django.setup()
 from django_distlock import distlock
 from django_distlock.core.keys import stored_key
-key, backend = stored_key(sys.argv[1]), sys.argv[2]
-with distlock(key, backend=backend, ttl=60, metadata={"user": "the other one"}):
+with distlock(stored_key({!r}), backend={!r}, ttl=60, metadata={{"user": "the other one"}}):
     print("held", flush=True)
     input()
 """
@@ -43,6 +40,34 @@ class Page(NamedTuple):
     status: int
     text: str
     retry_after: str | None
+
+
+class Program(Process):
+    """A program of the shop, and those that it starts."""
+
+    def says(self, text: str) -> None:
+        """Return when it has said a text."""
+        give_up = time.monotonic() + 120
+        while (line := self._next(give_up)) is not None and text not in line:
+            pass
+        assert line is not None, self._said()
+
+    def end(self, timeout: float = 60) -> str:
+        """Return what it said, once all who hold its output have ended."""
+        give_up = time.monotonic() + timeout
+        while self._next(give_up) is not None:
+            pass
+        self.popen.wait()
+        return self._said()
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended; whoever still holds its output is not waited for."""
+        self.popen.kill()
+        self.popen.wait()
+        self._input.close()
+        self._reader.join(5)
+        if not self._reader.is_alive():
+            self._said_by.close()
 
 
 class Shop:
@@ -62,63 +87,42 @@ class Shop:
         """Whether a paused worker loses its key: what a session holds has no end."""
         return self.environment["SHOP_LOCKS"] != "session"
 
-    def start(self, *command: str) -> subprocess.Popen[str]:
-        """Start Python with these arguments, in the folder of the project."""
-        return self._start(FOLDER, sys.executable, "-u", *command)
+    def start(self, *command: str) -> Program:
+        """Start a command of `manage.py`, which is forked; not so what it starts itself."""
+        # The fork server of the example imports Celery ahead, as this second variable says.
+        path = os.pathsep.join([str(FOLDER), str(ROOT)])
+        environment = {**self.environment, "PYTHONPATH": path, "DISTLOCK_TEST_CELERY": ""}
+        return Program(partial(fork, "tests.e2e.commands:manage", command, environment))
+
+    def run(self, *command: str) -> str:
+        """Run a command of `manage.py` to its end, which must be a good one."""
+        with self.start(*command) as process:
+            said = process.end(200)
+        assert process.popen.returncode == 0, said
+        return said
+
+    def program(self, *command: str | Path, **environment: str) -> Program:
+        """Start a program as a user does, in a session of its own."""
+        return Program(
+            lambda stdin, stdout: subprocess.Popen(
+                command, cwd=ROOT, env={**self.environment, **environment},
+                start_new_session=True, stdin=stdin, stdout=stdout, stderr=stdout,
+            )
+        )  # fmt: skip
 
     @contextmanager
     def demo(self) -> Iterator[Site]:
         """Run `./dev demo` as the README does, and stop it by Ctrl-C."""
         port = free_port()
-        with self._start(ROOT, "./dev", "demo", "--rounds=0", f"--port={port}") as process:
+        with self.program("./dev", "demo", "--rounds=0", f"--port={port}") as process:
             try:
                 yield Site(port, process)
             finally:
                 # A terminal sends it to the whole group.
-                said = ended(process, signal.SIGINT, send=os.killpg)
+                os.killpg(process.popen.pid, signal.SIGINT)
+                said = process.end()
         assert "Traceback" not in said
         assert "Error" not in said
-
-    def _start(self, folder: Path, *command: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            command,
-            cwd=folder,
-            env=self.environment,
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def run(self, *command: str) -> str:
-        """Run a command of the project to its end, which must be a good one."""
-        with self.start("manage.py", *command) as process:
-            said = process.communicate(timeout=200)[0]
-        assert process.returncode == 0, said
-        return said
-
-    def wait_for_sales(self, process: subprocess.Popen[str]) -> None:
-        """Return when the stock of some product went down."""
-        give_up = time.monotonic() + 120
-        while not self._has_sold():
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < give_up, "nothing was sold"
-            time.sleep(0.05)
-
-    def _has_sold(self) -> bool:
-        query = "SELECT min(stock) < max(stock) FROM shop_product"
-        try:
-            if url := self.environment["DATABASE_URL"]:
-                with psycopg.connect(url) as connection:
-                    found = connection.execute(query).fetchone()
-            else:
-                file = Path(self.environment["SHOP_DATA_DIR"], "shop.sqlite3")
-                with closing(sqlite3.connect(file)) as connection:
-                    found = connection.execute(query).fetchone()
-        except (psycopg.Error, sqlite3.Error):
-            return False
-        return bool(found and found[0])
 
     @contextmanager
     def serve(
@@ -126,37 +130,36 @@ class Shop:
     ) -> Iterator[Site]:
         """Serve the shop as the demo does, and stop it by Ctrl-C, or as told."""
         port = free_port()
-        demo = ["manage.py", "demo", "--rounds=0", f"--port={port}"]
+        demo = ["demo", "--rounds=0", f"--port={port}"]
         demo += [] if worker else ["--no-worker"]
         with self.start(*demo) as process:
             try:
                 yield Site(port, process)
             finally:
                 said = ended(process, stop)
-        assert process.returncode == (0 if stop == signal.SIGINT else -stop), said
+        assert process.popen.returncode == (0 if stop == signal.SIGINT else -stop), said
 
     @contextmanager
-    def held(self, key: str, backend: str = "default") -> Iterator[subprocess.Popen[str]]:
+    def held(self, key: str, backend: str = "default") -> Iterator[Program]:
         """Hold a key in another process."""
-        with self.start("-c", HOLD, key, backend) as process:
-            assert process.stdout
-            try:
-                assert process.stdout.readline() == "held\n", process.stdout.read()
-                yield process
-            finally:
-                process.communicate("let go\n", timeout=60)
+        with self.start("shell", "-c", HOLD.format(key, backend)) as process:
+            process.wait_for("held")
+            yield process
+            if process.popen.poll() is None:
+                process.send("let go")
+            process.end()
 
 
 class Site:
     """The shop's pages, for a visitor with cookies."""
 
-    def __init__(self, port: int, process: subprocess.Popen[str]) -> None:
+    def __init__(self, port: int, process: Program) -> None:
         self.address = f"http://127.0.0.1:{port}"
         self.cookies = CookieJar()
         self._opener = build_opener(HTTPCookieProcessor(self.cookies))
         give_up = time.monotonic() + 120
         while not self._answers():
-            assert process.poll() is None, process.communicate()[0]
+            assert process.popen.poll() is None, process.end()
             assert time.monotonic() < give_up, "the site does not answer"
             time.sleep(0.05)
 
@@ -178,7 +181,7 @@ class Site:
         give_up = time.monotonic() + 120
         while not condition(text := self.get(path).text):
             assert time.monotonic() < give_up, text
-            time.sleep(0.1)
+            time.sleep(0.4)
         return text
 
     def _ask(self, path: str, data: bytes | None) -> Page:
@@ -196,15 +199,7 @@ class Site:
             return False
 
 
-def ended(
-    process: subprocess.Popen[str],
-    by: signal.Signals,
-    *,
-    send: Callable[[int, int], None] = os.kill,
-) -> str:
+def ended(process: Program, by: signal.Signals) -> str:
     """Send a signal, and return what the process said once all who hold its output have ended."""
-    send(process.pid, by)
-    try:
-        return process.communicate(timeout=60)[0]
-    finally:
-        process.kill()
+    process.popen.send_signal(by)
+    return process.end()

@@ -202,6 +202,6 @@ def test_key_is_taken_by_the_keyboard_alone(shop: Dashboard, browser: Browser) -
         show(browser, "untouched")
         assert not browser.every(row("typed"))
         # The program that held it lost it, and is ended by its leash.
-        assert holder.wait(60) != 0
-        assert other.poll() is None
+        assert holder.popen.wait(60) != 0
+        assert other.popen.poll() is None
     assert browser.complaints() == []

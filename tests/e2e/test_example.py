@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,13 +22,12 @@ from django_distlock.core.keys import own_key
 from tests.integration.runs import state_of
 from tests.redis_servers import private_redis
 
+from .commands import FOLDER
 from .dashboards import LOCKS
-from .shops import FOLDER, Shop, Site, ended
+from .shops import Shop, Site, ended
 
 # What a program does that knows nothing of fences.
 LOWER = """
-import django
-django.setup()
 from django.db import IntegrityError, connection
 with connection.cursor() as cursor:
     cursor.execute("UPDATE shop_payment SET fence = 5 WHERE id = 1")
@@ -37,6 +35,13 @@ with connection.cursor() as cursor:
         cursor.execute("UPDATE shop_payment SET fence = 4 WHERE id = 1")
     except IntegrityError:
         print("refused")
+"""
+#: Ends when the stock of some product went down.
+WAIT_FOR_SALES = """
+import time
+from shop.models import Product
+while len({each.stock for each in Product.objects.all()}) < 2:
+    time.sleep(0.05)
 """
 
 
@@ -65,14 +70,15 @@ DATABASES = pytest.mark.parametrize("shop", ["sqlite", "postgresql"], indirect=T
 
 def test_demo_loses_updates_without_the_lock_and_none_with_it(shop: Shop) -> None:
     """From nothing, and again on what the first run left behind."""
-    for _ in range(2):
-        said = shop.run("demo", "--no-serve", "--workers=3", "--rounds=10")
+    for workers, rounds in (3, 10), (2, 20):
+        said = shop.run("demo", "--no-serve", f"--workers={workers}", f"--rounds={rounds}")
+        sold = workers * rounds
         without, with_lock = re.findall(
-            r"the lock: 30 sold, the stock fell by (\d+), (\d+) updates lost", said
+            rf"the lock: {sold} sold, the stock fell by (\d+), (\d+) updates lost", said
         )
         assert int(without[1]) > 0
-        assert int(without[0]) + int(without[1]) == 30
-        assert with_lock == ("30", "0")
+        assert int(without[0]) + int(without[1]) == sold
+        assert with_lock == (str(sold), "0")
         assert "rising with each grant" in said
         assert ("its stale write is refused" in said) == shop.can_pause, said
         assert ("The payment is captured" in said) == shop.can_pause, said
@@ -83,10 +89,11 @@ def test_demo_loses_updates_without_the_lock_and_none_with_it(shop: Shop) -> Non
 @pytest.mark.parametrize("shop", ["sqlite", "session"], indirect=True)
 def test_demo_stops_on_ctrl_c_while_the_processes_compete(shop: Shop) -> None:
     """The demo ends well, its processes with it, and no lock stays behind."""
-    with shop.start("manage.py", "demo", "--workers=3", "--rounds=500") as process:
-        shop.wait_for_sales(process)
+    with shop.start("demo", "--workers=2", "--rounds=500") as process:
+        process.says("processes sell")
+        shop.run("shell", "-c", WAIT_FOR_SALES)
         said = ended(process, signal.SIGINT)
-    assert process.returncode == 0, said
+    assert process.popen.returncode == 0, said
     assert "Stopped." in said
     assert "Traceback" not in said
 
@@ -94,13 +101,10 @@ def test_demo_stops_on_ctrl_c_while_the_processes_compete(shop: Shop) -> None:
 @pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
 def test_demo_stops_on_ctrl_c_while_a_worker_is_paused(shop: Shop) -> None:
     """The demo ends well, and the paused worker with it: whoever held our pipe would be seen."""
-    with shop.start("manage.py", "demo", "--workers=2", "--rounds=1") as process:
-        assert process.stdout
-        for line in process.stdout:
-            if "is paused, together" in line:
-                break
+    with shop.start("demo", "--workers=2", "--rounds=1") as process:
+        process.says("is paused, together")
         said = ended(process, signal.SIGINT)
-    assert process.returncode == 0, said
+    assert process.popen.returncode == 0, said
     assert "Stopped." in said
     assert "Traceback" not in said
 
@@ -196,8 +200,7 @@ def test_site_refuses_the_write_of_a_worker_that_was_paused(shop: Shop) -> None:
 def test_database_refuses_to_lower_the_fence_of_a_payment(shop: Shop) -> None:
     """Also where the statement is not Django's."""
     shop.run("demo", "--no-serve", "--rounds=0")
-    with shop.start("-c", LOWER) as process:
-        assert process.communicate(timeout=60)[0] == "refused\n"
+    assert shop.run("shell", "-v0", "-c", LOWER) == "refused"
 
 
 @pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
@@ -256,12 +259,10 @@ def test_demo_looks_at_its_port_first(shop: Shop) -> None:
     """Where it is taken, nothing is done, and the message says what to do."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with shop.start("manage.py", "demo", f"--port={port}") as process:
-            said = process.communicate(timeout=60)[0]
-    assert process.returncode == 1
-    assert re.fullmatch(rf"CommandError: Port {port} cannot be used: .+\. .+ --port\.\n", said), (
-        said
-    )
+        with shop.start("demo", f"--port={port}") as process:
+            said = process.end()
+    assert process.popen.returncode == 1
+    assert re.fullmatch(rf"CommandError: Port {port} cannot be used: .+\. .+ --port\.", said), said
     assert not Path(shop.environment["SHOP_DATA_DIR"], "shop.sqlite3").exists()
 
 
@@ -287,9 +288,9 @@ def test_demo_of_the_readme_has_a_worker(shop: Shop) -> None:
 def test_nightly_report_runs_once(shop: Shop) -> None:
     """Two processes start it at the same time: one report, no failure, and none right behind it."""
     shop.run("demo", "--no-serve", "--rounds=0")
-    processes = [shop.start("manage.py", "nightly_report") for _ in range(2)]
-    said = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    with shop.start("nightly_report") as one, shop.start("nightly_report") as other:
+        said = [one.end(), other.end()]
+    assert (one.popen.returncode, other.popen.returncode) == (0, 0), said
     made = ["pieces in stock" in each for each in said]
     assert sorted(made) == [False, True], said
     assert "Nothing to do" in said[made.index(False)]
@@ -304,30 +305,22 @@ def test_nightly_report_does_not_wait_for_a_process_that_was_killed(shop: Shop) 
         own_key(f"schedule:nightly-report:{datetime.now(UTC).date()}"), "jobs"
     ) as process:
         assert "Nothing to do" in shop.run("nightly_report")
-        process.kill()
-        process.wait()
+        process.popen.kill()
+        process.popen.wait()
         assert "pieces in stock" in shop.run("nightly_report")
 
 
 @pytest.mark.parametrize("shop", ["sqlite", "postgresql", "session"], indirect=True)
 def test_deployments_migrate_once(shop: Shop) -> None:
-    """Three at the same time, on empty databases: one migrates, two wait, all end well."""
+    """Two at the same time, on empty databases: one migrates, one waits, both end well."""
     with ExitStack() as stack:
         deployments = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [FOLDER / "deploy.sh"],
-                    env={**shop.environment, "PYTHON": sys.executable},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-            for _ in range(3)
+            stack.enter_context(shop.program(FOLDER / "deploy.sh", PYTHON=sys.executable))
+            for _ in range(2)
         ]
-        said = [process.communicate(timeout=200)[0] for process in deployments]
-    assert [process.returncode for process in deployments] == [0, 0, 0], said
-    assert sorted("Applying shop.0001_initial" in each for each in said) == [False, False, True]
+        said = [each.end(200) for each in deployments]
+    assert [each.popen.returncode for each in deployments] == [0, 0], said
+    assert sorted("Applying shop.0001_initial" in each for each in said) == [False, True]
     assert "Applying" not in shop.run("migrate_all")
 
 
