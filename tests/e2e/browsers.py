@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE = 60
+#: What makes a cookie the same one when it is set again.
+COOKIE = ("name", "value", "domain", "path", "httpOnly", "sameSite")
 
 _HIDDEN = """
 Object.defineProperty(document, 'hidden', {get: () => arguments[0], configurable: true});
@@ -32,6 +34,7 @@ class Browser:
     def __init__(self, driver: webdriver.Chrome, address: str) -> None:
         self.driver = driver
         self.address = address
+        self._sessions: dict[str, dict[str, Any]] = {}
 
     def open(self, path: str) -> None:
         """Go to a page of the site."""
@@ -60,7 +63,7 @@ class Browser:
 
         # A page may go, or a part of it be refreshed, between finding something and looking at it.
         gone = [StaleElementReferenceException]
-        return WebDriverWait(self.driver, PATIENCE, 0.1, gone).until(lambda _: condition())
+        return WebDriverWait(self.driver, PATIENCE, 0.2, gone).until(lambda _: condition())
 
     def settle(self) -> None:
         """Wait until nothing fades, as links of the admin do from one colour to another."""
@@ -90,13 +93,20 @@ class Browser:
         return found
 
     def log_in(self, name: str, password: str) -> None:
-        """Log in to the admin."""
-        self.driver.delete_all_cookies()
+        """Log in to the admin: at its page, and later by the session that came of it."""
+        # The page of the test before would go on to ask for what is new.
+        self.driver.get("about:blank")
+        self.tell("Network.clearBrowserCookies")
+        if name in self._sessions:
+            self.tell("Network.setCookie", **self._sessions[name])
+            return
         self.open("/admin/login/")
         self.one("[name=username]").send_keys(name)
         self.one("[name=password]").send_keys(password)
         self.one("[type=submit]").click()
         self.until(lambda: self.every("#logout-form"))
+        found = self.driver.get_cookie("sessionid") or {}
+        self._sessions[name] = {each: found[each] for each in COOKIE}
 
     def tell(self, command: str, **arguments: Any) -> Any:
         """Send a command of the DevTools."""
@@ -166,6 +176,8 @@ def browsing(address: str) -> Iterator[Browser]:
     for each in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
         options.add_argument(each)
     options.add_argument("--window-size=1280,1000")
+    # A window without tabs and an address has less to draw.
+    options.add_argument("--app=data:,")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(programs[1]))
     try:
