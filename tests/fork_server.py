@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -288,6 +289,14 @@ def set_up() -> None:
     signal.alarm(0)
     django.setup()
     _serve(socket.socket(fileno=os.dup(sys.stdin.fileno())))
+
+
+def program(*command: str) -> None:
+    """Be a program that a wheel brought, in a session of its own."""
+    os.setsid()
+    faulthandler.enable()
+    sys.argv = [*command]
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def _serve(orders: socket.socket) -> None:

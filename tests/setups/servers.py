@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 from django.db import connections
 
 from tests import services
+from tests.fork_server import Forked, fork
 from tests.poolers import without
 from tests.services import folder, free_port, kept, server_user
 
@@ -43,7 +44,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 class Site:
     """A web server that serves the small project of these tests."""
 
-    def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path):
+    def __init__(self, port: int, process: Forked | subprocess.Popen[bytes], log: Path):
         self.port = port
         self.process = process
         self._log = log
@@ -105,24 +106,13 @@ def served(
         ),
         "DISTLOCK_TEST_WEB": json.dumps(database or {}),
         "DISTLOCK_TEST_PRELOAD": preload,
-        "PYTHONPATH": str(ROOT),
-        # What a killed worker leaves open is not ours to close.
-        "PYTHONDEVMODE": "",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
     }
+    command = [str(path), *(each.format(port=port) for each in arguments)]
     log = home / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", LIMITED, str(LIFETIME_SECONDS), str(path),
-             *(each.format(port=port) for each in arguments)],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )  # fmt: skip
+    # Greenlets come before all else that is imported.
+    start = _started if "gevent" in arguments else _forked
+    with log.open("wb") as output, Path(os.devnull).open() as nothing:
+        process = start(command, environment, nothing.fileno(), output.fileno())
     site = Site(port, process, log)
     try:
         _wait_for_answer(site)
@@ -136,6 +126,27 @@ def served(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _forked(command: list[str], environment: dict[str, str], stdin: int, stdout: int) -> Forked:
+    return fork("tests.fork_server:program", command, environment, stdin, stdout)
+
+
+def _started(
+    command: list[str], environment: dict[str, str], stdin: int, stdout: int
+) -> subprocess.Popen[bytes]:
+    more = {
+        "PYTHONPATH": str(ROOT),
+        # What a killed worker leaves open is not ours to close.
+        "PYTHONDEVMODE": "",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", LIMITED, str(LIFETIME_SECONDS), *command],
+        cwd=ROOT, env={**environment, **more}, stdin=stdin, stdout=stdout, stderr=stdout,
+        start_new_session=True,
+    )  # fmt: skip
 
 
 def _wait_for_answer(site: Site) -> None:

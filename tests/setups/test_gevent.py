@@ -25,7 +25,8 @@ TTL = 2.4
 #: A waiter that nobody wakes asks again after five seconds.
 WOKEN_WITHIN = 3.0
 
-pytestmark = pytest.mark.parametrize("backend", ["default", "redis"])
+BACKENDS = ["default", "redis"]
+on_each = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,7 @@ def gunicorn(home: Path) -> AbstractContextManager[Site]:
     )  # fmt: skip
 
 
+@on_each
 def test_heartbeat_beats_while_a_view_sleeps(site: Site, key: str, backend: str) -> None:
     """A lease outlives its ttl, nobody else is granted it, and others are answered."""
     lock = distlock(key, backend=backend)
@@ -65,6 +67,7 @@ def test_heartbeat_beats_while_a_view_sleeps(site: Site, key: str, backend: str)
     assert eventually(lambda: not taken(lock))
 
 
+@on_each
 def test_waiter_in_a_greenlet_is_woken_by_the_release(site: Site, key: str, backend: str) -> None:
     """Holder and waiter are requests of the same worker, in which the wake-up arrives."""
     holding = Later(site.get, "hold", key=key, backend=backend)
@@ -81,6 +84,7 @@ def test_waiter_in_a_greenlet_is_woken_by_the_release(site: Site, key: str, back
     assert took < WOKEN_WITHIN, f"took {took:.3f} s instead of 0 s"
 
 
+@on_each
 @pytest.mark.parametrize("late_beat", ["", "1"], ids=["no beat", "late beat"])
 def test_holder_that_starves_the_heartbeat_learns_of_its_loss(
     site: Site, key: str, backend: str, late_beat: str
@@ -95,15 +99,16 @@ def test_holder_that_starves_the_heartbeat_learns_of_its_loss(
 
 
 def test_end_of_the_worker_gives_back_what_was_left(
-    django_db_setup: None, tmp_path: Path, key: str, backend: str
+    django_db_setup: None, tmp_path: Path, key: str
 ) -> None:
     """Also what a greenlet took that has ended."""
-    left = distlock(key, backend=backend)
+    left = [distlock(key, backend=backend) for backend in BACKENDS]
     with gunicorn(tmp_path) as ending:
-        ending.get("leave", key=key, backend=backend)
-        assert taken(left)
+        for backend in BACKENDS:
+            ending.get("leave", key=key, backend=backend)
+        assert all(map(taken, left))
         ending.stop()
-        assert not taken(left)
+        assert not any(map(taken, left))
 
 
 def _fence(backend: str, key: str) -> int | None:

@@ -47,8 +47,8 @@ def test_workers_exclude_each_other(key: str, tmp_path: Path, kind: str) -> None
     A worker that is killed while it holds a key blocks it for ttl and grace, not longer.
     """
     with gunicorn(tmp_path, kind, preload=f"{key} close") as site:
-        count(site, key, 60, by=WORKERS)
-        count(site, f"{key}:inside", 60, by=WORKERS, inside=1)
+        count(site, key, 24, by=WORKERS)
+        count(site, f"{key}:inside", 24, by=WORKERS, inside=1)
         killed_worker_is_ended_by_the_ttl(site, f"{key}:killed")
 
 

@@ -22,7 +22,7 @@ from .counting import EAGER, together
 from .sessions import named, sessions
 
 THREADS = 50
-CYCLES = int(os.environ.get("DISTLOCK_TEST_CYCLES", "2000"))
+CYCLES = int(os.environ.get("DISTLOCK_TEST_CYCLES", "500"))
 
 
 def outside(lock: Lock, using: str, times: int) -> None:

@@ -30,14 +30,14 @@ def uvicorn(home: Path, **more: Any) -> AbstractContextManager[Site]:
 def test_requests_exclude_each_other(key: str, tmp_path: Path) -> None:
     """Asynchronous and synchronous views count without a loss, alone and on one key."""
     with uvicorn(tmp_path) as site:
-        count(site, f"{key}:async", 60, view="acount")
-        count(site, f"{key}:sync", 30, view="count")
-        count(site, f"{key}:inside", 30, view="count", inside=1)
+        count(site, f"{key}:async", 24, view="acount")
+        count(site, f"{key}:sync", 12, view="count")
+        count(site, f"{key}:inside", 12, view="count", inside=1)
         new_counter(key)
         views = ["acount", "acount", "count"] * 2
 
         def client(view: str) -> list[Any]:
-            return [site.get(view, key=key)["counted"] for _ in range(5)]
+            return [site.get(view, key=key)["counted"] for _ in range(3)]
 
         counted = together(partial(client, view) for view in views)
         assert_none_lost(each for answers in counted for each in answers)

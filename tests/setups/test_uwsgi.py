@@ -56,8 +56,8 @@ def test_workers_exclude_each_other(key: str, tmp_path: Path, kind: str) -> None
     """
     # Lazy workers have no master that could lock for them.
     with uwsgi(tmp_path, kind=kind, preload="" if kind == "lazy" else f"{key} close") as site:
-        count(site, key, 60, by=WORKERS)
-        count(site, f"{key}:inside", 60, by=WORKERS, inside=1)
+        count(site, key, 24, by=WORKERS)
+        count(site, f"{key}:inside", 24, by=WORKERS, inside=1)
         assert site.get("give_up", key=f"{key}:rolled back")["fence"] == 1
         free = distlock(f"{key}:rolled back", wait=0)
         assert eventually(lambda: grantable(free), timeout=10)
