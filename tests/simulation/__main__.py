@@ -14,7 +14,7 @@ import django
 def main() -> None:
     """Run what is asked for; exit with 1 where something happened that must never happen."""
     parser = argparse.ArgumentParser(prog="tests.simulation", description=__doc__)
-    parser.add_argument("--seed", type=int, help="one history, printed; a failing one is shrunk")
+    parser.add_argument("--seed", type=int, nargs="+", help="to print, and shrunk if it fails")
     parser.add_argument("--seeds", type=int, default=2000, help="how many, from --first on")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--until-first", action="store_true", help="stop at the first failure")
@@ -23,14 +23,17 @@ def main() -> None:
     django.setup()
     from .histories import run, shrunk, simulated
 
+    failed = 0
     with simulated():
         if arguments.seed is not None:
-            history, violation = run(arguments.seed)
-            if violation is not None:
-                history, _ = run(shrunk(history.plan, violation))
-            print(history.plan, *history.world.history, history.digest, sep="\n")
-            sys.exit(violation is not None)
-        began, failed = time.monotonic(), 0
+            for seed in arguments.seed:
+                history, violation = run(seed)
+                failed += violation is not None
+                if violation is not None:
+                    history, _ = run(shrunk(history.plan, violation))
+                print(history.plan, *history.world.history, history.digest, sep="\n")
+            sys.exit(failed > 0)
+        began = time.monotonic()
         counts: Counter[str] = Counter()
         for seed in range(arguments.first, arguments.first + arguments.seeds):
             history, violation = run(seed)
