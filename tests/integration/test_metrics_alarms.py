@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,43 @@ BESIDE = {
 }
 
 
+#: The series of an hour, and the minutes in which each alarm fires, of those that are looked at. In
+#: negative ones it does not, and in no minute does another one.
+Hour = tuple[dict[str, str], dict[str, set[int]]]
+
+
+def faulty(alarm: str, old: str = "", new: str = "", over: range = range(0)) -> Hour:
+    """Give the hour of a fault.
+
+    Args:
+        old: What has another name in all series.
+        over: The minutes in which the alarm has ended.
+    """
+    series = {
+        name.replace(old, new) if old else name: values
+        for name, values in {**HEALTHY, **FAULTS[alarm]}.items()
+    }
+    minute = MINUTES.get(alarm, 18)
+    fires = {each: {minute} for each in BESIDE.get(alarm, ())}
+    return series, {**fires, alarm: {minute, *(-each for each in over)}}
+
+
+HOURS = {
+    **{alarm: faulty(alarm) for alarm in FAULTS},
+    # Schedules whose names begin with a field, `{tenant}:report` say, all have one prefix.
+    "field": faulty("DistlockTickMissed", "schedule:nightly", "schedule"),
+    # A collector writes the bounds of buckets without a fraction, for Prometheus 2 as well.
+    "collector": faulty("DistlockKeyHeldLong", '.0"', '"'),
+    # Ten minutes without the store wake somebody, and not again when it has been back for two.
+    "outage": (
+        {**HEALTHY, acquires("unavailable"): brief("0+5x39 195x160")},
+        {"DistlockStoreUnavailable": {18, *range(-59, -22)}},
+    ),
+    # Some minutes behind a late beat, the alarm is over.
+    "stall": faulty("DistlockHeartbeatLate", over=range(16, 60)),
+}
+
+
 @pytest.fixture
 def promtool() -> str:
     """Give Prometheus' own tool."""
@@ -168,26 +206,34 @@ def promtool() -> str:
     return found
 
 
-def evaluate(
-    promtool: str, folder: Path, series: dict[str, str], fires: dict[str, set[int]]
-) -> str:
-    """Let Prometheus evaluate all rules over an hour; return what was not as expected, or "".
+def looks(hours: dict[str, Hour]) -> Iterator[dict[str, Any]]:
+    """Yield what is asked of the alarms that fire, and what the answer has to be."""
+    known = ['ALERTS{backend="none"}']
+    for name, (_, fires) in hours.items():
+        for alarm, minutes in fires.items():
+            which = f'ALERTS{{backend="{name}",alertname="{alarm}"'
+            known.append(f"{which}}}")
+            for minute in minutes:
+                yield {
+                    "expr": f'count({which},alertstate="firing"}}) or vector(0)',
+                    "eval_time": f"{abs(minute)}m",
+                    "exp_samples": [{"labels": "{}", "value": int(minute > 0)}],
+                }
+    others = f'ALERTS{{alertstate="firing"}} unless on (backend, alertname) ({" or ".join(known)})'
+    for minute in range(1, 60):
+        yield {"expr": others, "eval_time": f"{minute}m", "exp_samples": []}
 
-    Args:
-        fires: The minutes in which each alarm fires, of those that are looked at; in the others,
-            and of all other alarms, none does.
+
+def evaluate(promtool: str, folder: Path, hours: dict[str, Hour]) -> str:
+    """Let Prometheus evaluate all rules over hours; return what was not as expected, or "".
+
+    Each hour is that of a backend, so that all of them are evaluated at once.
     """
-    looks = [(f'!~"{"|".join(fires)}"', minute, 0) for minute in range(1, 60)]
-    for alarm, minutes in fires.items():
-        looks += [(f'="{alarm}"', abs(minute), int(minute > 0)) for minute in minutes]
-    tests: list[dict[str, Any]] = [
-        {
-            "expr": f'count(ALERTS{{alertname{which},alertstate="firing"}}) or vector(0)',
-            "eval_time": f"{minute}m",
-            "exp_samples": [{"labels": "{}", "value": value}],
-        }
-        for which, minute, value in looks
-    ]
+    series = {
+        name.replace('"default"', f'"{hour}"'): values
+        for hour, (found, _) in hours.items()
+        for name, values in found.items()
+    }
     document = {
         "rule_files": [str(RULES)],
         "evaluation_interval": "15s",
@@ -195,7 +241,7 @@ def evaluate(
             {
                 "interval": f"{STEP}s",
                 "input_series": [{"series": k, "values": v} for k, v in series.items()],
-                "promql_expr_test": tests,
+                "promql_expr_test": [*looks(hours)],
             }
         ],
     }
@@ -221,44 +267,9 @@ def test_each_alarm_has_its_fault() -> None:
 
 def test_no_alarm_in_a_healthy_hour(promtool: str, tmp_path: Path) -> None:
     """An outage of 30 s, and a beat that stands by, wake nobody."""
-    assert evaluate(promtool, tmp_path, HEALTHY, {}) == ""
+    assert evaluate(promtool, tmp_path, {"healthy": (HEALTHY, {})}) == ""
 
 
-@pytest.mark.parametrize("alarm", FAULTS)
-def test_alarm_fires_in_its_fault(promtool: str, tmp_path: Path, alarm: str) -> None:
-    """And no other one, but those that see the same."""
-    minute = MINUTES.get(alarm, 18)
-    expected = {each: {minute} for each in (alarm, *BESIDE.get(alarm, ()))}
-    assert evaluate(promtool, tmp_path, {**HEALTHY, **FAULTS[alarm]}, expected) == ""
-
-
-def test_alarm_sees_schedules_whose_names_begin_with_a_field(promtool: str, tmp_path: Path) -> None:
-    """All of them, `{tenant}:report` say, have one prefix."""
-    series = {
-        name.replace("schedule:nightly", "schedule"): values
-        for name, values in {**HEALTHY, **FAULTS["DistlockTickMissed"]}.items()
-    }
-    assert evaluate(promtool, tmp_path, series, {"DistlockTickMissed": {18}}) == ""
-
-
-def test_alarm_knows_the_buckets_of_a_collector(promtool: str, tmp_path: Path) -> None:
-    """Which writes their bounds without a fraction, for Prometheus 2 as well."""
-    series = {
-        name.replace('.0"', '"'): values
-        for name, values in {**HEALTHY, **FAULTS["DistlockKeyHeldLong"]}.items()
-    }
-    assert evaluate(promtool, tmp_path, series, {"DistlockKeyHeldLong": {40}}) == ""
-
-
-def test_alarm_of_an_outage_ends(promtool: str, tmp_path: Path) -> None:
-    """Ten minutes without the store wake somebody, and not again when it has been back for two."""
-    series = {**HEALTHY, acquires("unavailable"): brief("0+5x39 195x160")}
-    expected = {"DistlockStoreUnavailable": {18, *(-minute for minute in range(23, 60))}}
-    assert evaluate(promtool, tmp_path, series, expected) == ""
-
-
-def test_alarm_of_a_stall_ends(promtool: str, tmp_path: Path) -> None:
-    """Some minutes behind a late beat, the alarm is over."""
-    series = {**HEALTHY, **FAULTS["DistlockHeartbeatLate"]}
-    expected = {"DistlockHeartbeatLate": {12, *(-minute for minute in range(16, 60))}}
-    assert evaluate(promtool, tmp_path, series, expected) == ""
+def test_alarms_fire_in_their_faults(promtool: str, tmp_path: Path) -> None:
+    """And no other ones, but those that see the same."""
+    assert evaluate(promtool, tmp_path, HOURS) == ""
