@@ -43,6 +43,7 @@ def admin_project() -> Iterator[type[Any]]:
             if made:
                 with connection.schema_editor() as editor:
                     editor.delete_model(LogEntry)
+                connection.close()
 
 
 @contextmanager

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from django.contrib.auth.models import User
 from django.db import connections
-from django.test import Client
+from django.test import Client, override_settings
 from pytest_django import DjangoDbBlocker
 
 from django_distlock.fencing.operations import EnforceFence
 from django_distlock.inspection import Operation
 from django_distlock.models import SeenFence
 from tests.contract.aliases import alias_like
+from tests.settings import DISTLOCK
 
 from .admin_site import admin_project, browser_of, user_who_may
 from .databases import here, new_database, new_mysql_database
@@ -39,11 +40,27 @@ def unknown_redis() -> None:
     SeenFence.objects.filter(key__startswith="\u2329data-mark:").delete()
 
 
-@pytest.fixture
-def log() -> Iterator[type[Any]]:
+# To install the apps of the admin, and to compile its templates, takes longer than a test.
+@pytest.fixture(scope="module")
+def admin(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[type[Any]]:
     """Serve the admin; give the model of its log."""
-    with admin_project() as log:
+    with django_db_blocker.unblock(), admin_project() as log:
         yield log
+
+
+@pytest.fixture
+def log(admin: type[Any]) -> Iterator[type[Any]]:
+    """Do the same. Its pages ask all backends that there are, and most tests are about one."""
+    asked = ("memory", "postgres", "redis", "sqlite")
+    with override_settings(DISTLOCK={each: DISTLOCK[each] for each in asked}):
+        yield admin
+
+
+@pytest.fixture
+def every_backend(log: type[Any]) -> Iterator[None]:
+    """Let the pages of the admin ask all backends."""
+    with override_settings(DISTLOCK=DISTLOCK):
+        yield
 
 
 @pytest.fixture

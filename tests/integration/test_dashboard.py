@@ -58,6 +58,7 @@ def key_page(browser: Client, alias: str, key: str) -> str:
     return answer.content.decode()
 
 
+@pytest.mark.usefixtures("every_backend")
 @pytest.mark.parametrize("alias", ["sqlite", "postgres", "mariadb", "redis", "redis_cluster"])
 def test_lock_is_in_the_list(browser: Client, alias: str, key: str) -> None:
     """Of each store, with its holder, task, request, fence, and who waits."""

@@ -206,6 +206,7 @@ def assert_past_expiry_is_counted(alias: str) -> None:
     assert least <= counted <= len(store.expired(limit=10_000))
 
 
+@pytest.mark.usefixtures("every_backend")
 @pytest.mark.parametrize("alias", ["postgres", "sqlite", "mariadb", "memory"])
 def test_lease_that_nobody_gave_back_is_counted_and_named(
     browser: Client, key: str, alias: str
@@ -438,6 +439,7 @@ def test_times_are_local_without_time_zones_in_django(reader: Client, key: str) 
         assert told == f"{local:%m/%d/%Y %H:%M:%S}"
 
 
+@pytest.mark.usefixtures("every_backend")
 def test_events_are_listed_without_tables_of_time_zones(reader: Client, key: str) -> None:
     """MariaDB has none unless somebody has loaded them."""
     here("mariadb")

@@ -20,7 +20,7 @@ from django_distlock.backends.redis import RedisBackend
 from django_distlock.conf import table
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant, Holder, InTheWay, clock_fence
-from django_distlock.inspection import Operation, force_release, list_locks, request_stop, summary
+from django_distlock.inspection import force_release, list_locks, request_stop, summary
 from django_distlock.inspection.diagnosis import diagnose
 from django_distlock.locks.opening import Opening
 from django_distlock.models import LockEvent, SeenFence
@@ -28,7 +28,6 @@ from tests.contract.helpers import take
 from tests.contract.locking import eventually
 
 from .admin_settings import LOCKS
-from .admin_site import admin_project, browser_of, user_who_may
 from .operating import WHO, run
 
 ALIAS = "redis"
@@ -161,10 +160,10 @@ SHOWN = {
 
 
 @pytest.fixture
-def client() -> Iterator[Client]:
+def client(browser: Client) -> Iterator[Client]:
     """Give the browser of an operator."""
-    with override_settings(**SHOWN), admin_project(), user_who_may(*Operation) as user:
-        yield browser_of(user)
+    with override_settings(**SHOWN):
+        yield browser
 
 
 def test_dashboard_shows_them(client: Client, spoiled: dict[str, str], key: str) -> None:
