@@ -8,23 +8,18 @@ import os
 import pty
 import select
 import signal
-import subprocess
-import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
-from .projects import PATIENCE, ROOT, Project
+from tests.fork_server import Forked, fork
+from tests.processes import django_admin
 
-#: What a shell does as the session's leader, before it becomes the command.
-_AT_TERMINAL = """
-import fcntl, os, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-"""
+from .projects import PATIENCE, Project
 
 
 class Run:
@@ -32,7 +27,6 @@ class Run:
 
     Args:
         terminal: Let it have a terminal, and be in its foreground; else it has none.
-        files: Open files that it inherits.
         ignored: A signal that is ignored where it begins, as HUP is under `nohup`.
     """
 
@@ -41,33 +35,26 @@ class Run:
         project: Project,
         *arguments: str,
         terminal: bool = False,
-        files: tuple[int, ...] = (),
         ignored: signal.Signals | None = None,
     ):
-        command = ["-u", "-m", "django", "distlock_run", *arguments]
-        self._at_terminal = terminal
-        theirs = subprocess.PIPE
         if terminal:
             self._ours, theirs = pty.openpty()
-            command = ["-c", _AT_TERMINAL, *command]
-        self.popen = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env={**os.environ, **project._environment()},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs if terminal else subprocess.STDOUT,
-            # Or it would have the terminal of whoever runs the tests, if there is one.
-            start_new_session=True,
-            pass_fds=files,
-            preexec_fn=partial(hear_signals, ignored),  # noqa: PLW1509 - it touches no lock
-        )
-        if terminal:
-            os.close(theirs)
+            self._open, says = [self._ours], theirs
         else:
-            assert self.popen.stdout
-            self._ours = self.popen.stdout.fileno()
-        fcntl.fcntl(self._ours, fcntl.F_SETFL, os.O_NONBLOCK)
+            theirs, writes = os.pipe()
+            self._ours, says = os.pipe()
+            self._open = [writes, self._ours]
+        self.popen = fork(
+            f"{__name__}:main",
+            [terminal, ignored, "distlock_run", *arguments],
+            {**os.environ, **project._environment()},
+            theirs,
+            says,
+            module="django_distlock.management.commands.distlock_run",
+        )
+        for each in {theirs, says}:
+            os.close(each)
+        os.set_blocking(self._ours, False)
         self._give_up = time.monotonic() + PATIENCE
         self.said = ""
 
@@ -82,13 +69,8 @@ class Run:
     ) -> None:
         self.popen.kill()
         self.popen.wait()
-        if self._at_terminal:
-            os.close(self._ours)
-            return
-        for pipe in (self.popen.stdin, self.popen.stdout):
-            assert pipe
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        for each in self._open:
+            os.close(each)
 
     def says(self, text: str, times: int = 1) -> str:
         """Wait until it has said this; return what it has said behind it in the line."""
@@ -98,12 +80,12 @@ class Run:
 
     def types(self, text: str) -> None:
         """Write to its standard input."""
-        if self._at_terminal:
-            os.write(self._ours, text.encode())
-            return
-        assert self.popen.stdin
-        self.popen.stdin.write(text.encode())
-        self.popen.stdin.flush()
+        os.write(self._open[0], text.encode())
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._open.remove(self._ours)
+        os.close(self._ours)
 
     def signal(self, signum: int) -> None:
         """Send a signal to it, and to nobody else."""
@@ -128,21 +110,34 @@ class Run:
 
 
 @contextmanager
-def started(project: Project, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(project: Project, *arguments: str) -> Iterator[tuple[Forked, IO[str]]]:
     """Run a command of a project, which hears signals; kill it if it has not ended by itself."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "django", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **project._environment()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=hear_signals,  # noqa: PLW1509 - it touches no lock
-    ) as process:
+    said, says = os.pipe()
+    environment = {**os.environ, **project._environment()}
+    with Path(os.devnull).open() as nothing, os.fdopen(said) as output:
+        process = fork(
+            f"{__name__}:main", [False, None, *arguments], environment, nothing.fileno(), says
+        )
+        os.close(says)
         try:
-            yield process
+            yield process, output
         finally:
             process.kill()
+            process.wait()
+
+
+def main(terminal: bool, ignored: int | None, *arguments: str) -> None:
+    """Be `python -m django`, in a session of its own."""
+    # Or it would have the terminal of whoever runs the tests, if there is one.
+    os.setsid()
+    if terminal:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # Whoever runs the tests in the background has them ignored, which processes inherit.
+    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(each, signal.SIG_IGN if each == ignored else signal.SIG_DFL)
+    if ignored != signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    django_admin(*arguments)
 
 
 def eventually(is_so: Callable[[], bool], what: str = "it is so") -> None:
@@ -153,29 +148,25 @@ def eventually(is_so: Callable[[], bool], what: str = "it is so") -> None:
         time.sleep(0.02)
 
 
-def hear_signals(ignored: signal.Signals | None = None) -> None:
-    """Let a process that begins hear all signals but one."""
-    # Whoever runs the tests in the background has them ignored, which processes inherit.
-    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
-        signal.signal(each, signal.SIG_IGN if each is ignored else signal.SIG_DFL)
-
-
 def state_of(pid: int) -> str:
     """Return a letter for what a process does: "T" if it is stopped, "" if it is gone."""
-    told = subprocess.run(
-        ["ps", "-o", "stat=", "-p", str(pid)], stdout=subprocess.PIPE, text=True, check=False
-    )
-    state = told.stdout.strip()[:1]
-    return "" if state == "Z" else state
+    state = _fields(pid)[:1]
+    return "" if state == ["Z"] else "".join(state)
 
 
 def children_of(pid: int) -> set[int]:
     """Return the processes that a process has started."""
-    told = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid="], stdout=subprocess.PIPE, text=True, check=True
-    )
-    pairs = [line.split() for line in told.stdout.splitlines()]
-    return {int(child) for child, parent in pairs if int(parent) == pid}
+    numbers = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
+    return {each for each in numbers if _fields(each)[1:2] == [str(pid)]}
+
+
+def _fields(pid: int) -> list[str]:
+    """Return what the kernel tells of a process behind its name; nothing if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("latin-1")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return text.rpartition(") ")[2].split()
 
 
 def end(pid: int) -> None:

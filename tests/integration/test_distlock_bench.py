@@ -6,11 +6,10 @@ import os
 import re
 import secrets
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any
+from typing import IO, Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,6 +22,7 @@ from django_distlock.models import FenceCounter, HeldLock
 from tests.backends import BACKENDS
 from tests.contract.helpers import listed
 from tests.contract.locking import eventually, held_elsewhere
+from tests.fork_server import Forked
 from tests.services import private_redis
 from tests.settings import REDIS_BACKEND
 
@@ -157,16 +157,16 @@ def test_second_bench_of_a_backend_is_refused() -> None:
 @contextmanager
 def benching(
     project: Project, *arguments: str, at_work: Callable[[], bool]
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[tuple[Forked, IO[str]]]:
     """Run the command in a process of its own, for longer than any test; give it at work."""
-    with started(project, "distlock_bench", "--seconds=300", *arguments) as bench:
+    with started(project, "distlock_bench", "--seconds=300", *arguments) as (bench, said):
 
         def is_at_work() -> bool:
-            assert bench.poll() is None, bench.communicate()[0]
+            assert bench.poll() is None, said.read()
             return at_work()
 
         assert eventually(is_at_work, PATIENCE)
-        yield bench
+        yield bench, said
 
 
 @pytest.mark.parametrize(("part", "key"), [("pair", PAIR), ("handoff", HAND_OFF)])
@@ -175,10 +175,10 @@ def test_interrupted_bench_holds_nothing(part: str, key: str) -> None:
     store = lock_backends["postgres"]
     with benching(
         Project("default"), f"--only={part}", at_work=lambda: store.read(key) is not None
-    ) as bench:
+    ) as (bench, output):
         bench.send_signal(signal.SIGINT)
-        said = bench.communicate(timeout=PATIENCE)[0]
-    assert bench.returncode == 128 + signal.SIGINT, said
+        said = output.read()
+        assert bench.wait(PATIENCE) == 128 + signal.SIGINT, said
     assert "Interrupted" in said
     assert "Traceback" not in said
     assert listed(store, RUN) == []
@@ -198,9 +198,9 @@ def test_store_that_goes_away_meanwhile_ends_with_69(part: str) -> None:
             Project("default", DISTLOCK={"default": redis}),
             f"--only={part}",
             at_work=lambda: any(client.scan_iter(match=key)),
-        ) as bench:
+        ) as (bench, output):
             client.shutdown(nosave=True)
-            said = bench.communicate(timeout=PATIENCE)[0]
-    assert bench.returncode == 69, said
+            said = output.read()
+            assert bench.wait(PATIENCE) == 69, said
     assert "default: The lock store 'default' did not answer" in said
     assert "Traceback" not in said

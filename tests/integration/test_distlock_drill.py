@@ -152,15 +152,14 @@ def test_path_of_the_project_is_passed_on(tmp_path: Path) -> None:
 )
 def test_interrupted_drill_leaves_nothing(signum: int, step: str) -> None:
     """The other process is ended, stopped or not, and the key is free at once."""
-    with started(Project("default"), "distlock_drill") as drill:
-        assert drill.stdout
+    with started(Project("default"), "distlock_drill") as (drill, said):
         lines = []
-        for line in drill.stdout:
+        for line in said:
             lines.append(line)
             if step in line:
                 break
         drill.send_signal(signum)
-        rest = drill.stdout.read()
+        rest = said.read()
         assert drill.wait(PATIENCE) == 128 + signum, rest
     assert "Interrupted" in rest
     pid = int(lines[0].split("pid ")[1].split()[0])

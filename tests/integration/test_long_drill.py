@@ -92,12 +92,11 @@ def test_killed_process_leaves_nothing_open(key: str, monkeypatch: pytest.Monkey
 
 def test_interrupted_long_drill_leaves_nothing() -> None:
     """The other processes are ended, and the keys are free at once."""
-    with started(Project("default"), "distlock_drill", "--minutes=5") as drill:
-        assert drill.stdout
-        first = drill.stdout.readline()
+    with started(Project("default"), "distlock_drill", "--minutes=5") as (drill, said):
+        first = said.readline()
         assert first.startswith(("Kills process", "Suspends process"))
         drill.send_signal(signal.SIGTERM)
-        rest = drill.stdout.read()
+        rest = said.read()
         assert drill.wait(PATIENCE) == 128 + signal.SIGTERM, rest
     assert "Interrupted" in rest
     assert (
