@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,12 +34,19 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give the project of the tutorial, with its tables."""
-    start_project(tmp_path)
-    sh(tmp_path, typed(blocks("console", TUTORIAL)[1]))
-    return tmp_path
+    folder = tmp_path_factory.mktemp("started")
+    start_project(folder)
+    sh(folder, typed(blocks("console", TUTORIAL)[1]))
+    return folder
+
+
+@pytest.fixture
+def project(started: Path, tmp_path: Path) -> Path:
+    """Give a copy of it."""
+    return Path(shutil.copytree(started, tmp_path, dirs_exist_ok=True))
 
 
 class Shell:
