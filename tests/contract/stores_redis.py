@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -47,6 +49,14 @@ end
 """
 
 
+@functools.cache
+def _cluster() -> RedisCluster:
+    """Return the one client of all tests: each of them asks the cluster for all its commands."""
+    client = RedisCluster.from_url(cluster_url(), decode_responses=True)
+    atexit.register(close, client)
+    return client
+
+
 class RedisStore(Store):
     """The keys of a server, or of a cluster, that all tests of this run share."""
 
@@ -56,9 +66,7 @@ class RedisStore(Store):
         assert isinstance(backend, RedisBackend)
         self.backend = self.redis = backend
         self.client: Any = (
-            Redis.from_url(single_url(), decode_responses=True)
-            if self.is_single
-            else RedisCluster.from_url(cluster_url(), decode_responses=True)
+            Redis.from_url(single_url(), decode_responses=True) if self.is_single else _cluster()
         )
 
     @property
@@ -103,7 +111,8 @@ class RedisStore(Store):
         raise NotImplementedError("Tests with a stranger are marked with the stores that have one.")
 
     def close(self) -> None:
-        close(self.client)
+        if self.is_single:
+            close(self.client)
 
     def at(self, role: str, key: str) -> str:
         """Return the name of the Redis key that has a role for a user's key."""
