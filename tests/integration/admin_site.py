@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from django.apps import apps
 from django.contrib.auth.models import Permission, User
 from django.db import connections
 from django.test import Client, modify_settings, override_settings
@@ -32,6 +33,8 @@ def admin_project() -> Iterator[type[Any]]:
         )
         from django.contrib.admin.models import LogEntry
 
+        # Else a registry whose models came and went does not know that entries go with their user.
+        apps.clear_cache()
         connection = connections["default"]
         made = LogEntry._meta.db_table not in connection.introspection.table_names()
         if made:
@@ -59,10 +62,6 @@ def user_who_may(*operations: Operation) -> Iterator[User]:
     try:
         yield user
     finally:
-        from django.contrib.admin.models import LogEntry
-
-        # A registry of models that came and went may not know that its rows go with their user.
-        LogEntry.objects.filter(user_id=user.pk).delete()
         User.objects.filter(pk=user.pk).delete()
 
 

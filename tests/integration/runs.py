@@ -150,17 +150,17 @@ def eventually(is_so: Callable[[], bool], what: str = "it is so") -> None:
 
 def state_of(pid: int) -> str:
     """Return a letter for what a process does: "T" if it is stopped, "" if it is gone."""
-    state = _fields(pid)[:1]
+    state = fields_of(pid)[:1]
     return "" if state == ["Z"] else "".join(state)
 
 
 def children_of(pid: int) -> set[int]:
     """Return the processes that a process has started."""
     numbers = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
-    return {each for each in numbers if _fields(each)[1:2] == [str(pid)]}
+    return {each for each in numbers if fields_of(each)[1:2] == [str(pid)]}
 
 
-def _fields(pid: int) -> list[str]:
+def fields_of(pid: int) -> list[str]:
     """Return what the kernel tells of a process behind its name; nothing if it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("latin-1")

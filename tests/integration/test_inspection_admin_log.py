@@ -76,7 +76,6 @@ def test_each_operation_of_a_user_is_in_the_log(user: User, log: Any, held: str)
     assert not any(each.is_deletion() for each in entries)
 
 
-@pytest.mark.usefixtures("user")
 def test_what_changed_nothing_is_not_in_the_log(user: User, log: Any, key: str) -> None:
     """Nor what somebody did who is no user of the project."""
     force_release(key, backend="postgres", actor=user, reason="it hangs")

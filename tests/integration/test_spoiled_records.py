@@ -26,6 +26,7 @@ from django_distlock.locks.opening import Opening
 from django_distlock.models import LockEvent, SeenFence
 from tests.contract.helpers import take
 from tests.contract.locking import eventually
+from tests.settings import DISTLOCK
 
 from .admin_settings import LOCKS
 from .operating import WHO, run
@@ -149,20 +150,10 @@ def test_release_names_them(spoiled: dict[str, str], key: str) -> None:
     assert sorted(each["key"] for each in ran.json["failures"]) == sorted(spoiled.values())
 
 
-#: The pages ask every backend that there is, and these tests are about some.
-SHOWN = {
-    "DISTLOCK": {
-        alias: line
-        for alias, line in settings.DISTLOCK.items()
-        if alias in ("postgres", "postgres_orm", "mariadb", "sqlite", ALIAS)
-    }
-}
-
-
 @pytest.fixture
 def client(browser: Client) -> Iterator[Client]:
-    """Give the browser of an operator."""
-    with override_settings(**SHOWN):
+    """Give the browser of an operator, whose pages ask the backends of these tests."""
+    with override_settings(DISTLOCK={alias: DISTLOCK[alias] for alias in (*TABLES, ALIAS)}):
         yield browser
 
 
