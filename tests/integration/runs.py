@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import signal
+import subprocess
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -150,23 +151,20 @@ def eventually(is_so: Callable[[], bool], what: str = "it is so") -> None:
 
 def state_of(pid: int) -> str:
     """Return a letter for what a process does: "T" if it is stopped, "" if it is gone."""
-    state = fields_of(pid)[:1]
-    return "" if state == ["Z"] else "".join(state)
+    told = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], stdout=subprocess.PIPE, text=True, check=False
+    )
+    state = told.stdout.strip()[:1]
+    return "" if state == "Z" else state
 
 
 def children_of(pid: int) -> set[int]:
     """Return the processes that a process has started."""
-    numbers = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
-    return {each for each in numbers if fields_of(each)[1:2] == [str(pid)]}
-
-
-def fields_of(pid: int) -> list[str]:
-    """Return what the kernel tells of a process behind its name; nothing if it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text("latin-1")
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return text.rpartition(") ")[2].split()
+    told = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], stdout=subprocess.PIPE, text=True, check=True
+    )
+    pairs = [line.split() for line in told.stdout.splitlines()]
+    return {int(child) for child, parent in pairs if int(parent) == pid}
 
 
 def end(pid: int) -> None:

@@ -24,8 +24,6 @@ from tests.contract.helpers import PATIENCE
 from tests.contract.locking import eventually
 from tests.processes import Process, spawn, spawn_by
 
-from .runs import fields_of
-
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/ns/pid").exists(), reason=f"{DECLARED}only Linux tells who is gone"
 )
@@ -213,7 +211,7 @@ def test_stopped_process_is_not_gone(tmp_path: Path) -> None:
     """It may go on at any moment, and believe that it holds its locks."""
     with other_process(tmp_path / "holder") as (process, holder):
         process.stop()
-        assert eventually(lambda: fields_of(holder.pid)[0] == "T", timeout=10)
+        assert eventually(lambda: state_of(holder.pid) == "T", timeout=10)
         assert not is_gone(holder)
         process.go_on()
         process.send("end")
@@ -224,7 +222,7 @@ def test_process_whose_first_thread_ended_is_not_gone(tmp_path: Path) -> None:
     """The kernel calls it a zombie, and its other threads go on."""
     first_ends = other_process(tmp_path / "holder", "stay_without_first_thread", is_child=True)
     with first_ends as (process, holder):
-        assert eventually(lambda: fields_of(holder.pid)[0] == "Z", timeout=10)
+        assert eventually(lambda: state_of(holder.pid) == "Z", timeout=10)
         assert not is_gone(holder)
         process.popen.kill()
         assert eventually(lambda: is_gone(holder), timeout=10)
@@ -419,6 +417,11 @@ def test_machine_without_a_name_has_no_named_processes(
 
 
 # Words for the above
+
+
+def state_of(pid: int) -> str:
+    """Return the letter that the kernel has for what a process does."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
 def gone_in(*options: str, of: list[Holder], ask: str = "look") -> Any:
