@@ -84,14 +84,14 @@ def django_db_setup(
     if request.config.getvalue("nomigrations"):
         settings.MIGRATION_MODULES = {app.label: None for app in apps.get_app_configs()}
     keep = request.config.getvalue("reuse_db")
-    # Tables of Django's own are made at once: their migrations took longer than ours.
+    # Django's own apps need no migrations here, and theirs took longer than ours.
     at_once = {**settings.MIGRATION_MODULES, "auth": None, "contenttypes": None}
     with django_db_blocker.unblock(), override_settings(MIGRATION_MODULES=at_once):
         made = setup_databases(
             verbosity=0,
             interactive=False,
             keepdb=keep and not request.config.getvalue("create_db"),
-            # Of tests that ask for their rows as they were made, there are none.
+            # For `serialized_rollback`, which no test asks for.
             serialized_aliases=(),
             aliases=dict.fromkeys(
                 alias for alias in connections if alias != "mariadb" or "MariaDB" in answering

@@ -292,7 +292,7 @@ def set_up() -> None:
 
 
 def program(*command: str) -> None:
-    """Be a program that a wheel brought, in a session of its own."""
+    """Run the script of an installed program, in a session of its own."""
     os.setsid()
     faulthandler.enable()
     sys.argv = [*command]

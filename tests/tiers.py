@@ -72,7 +72,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "core": (),
     "unit": (),
     "contract": (),
-    # Two histories: the thousands of a whole run were a quarter of what a quick one computed.
+    # Two histories. All of them were a quarter of what the tests of a quick run computed.
     "simulation/test_simulation.py": ("test_seed_is_one_history",),
     # One test of each thing that stands on the locks.
     "celery/test_endings.py": ("test_success",),

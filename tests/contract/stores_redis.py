@@ -51,7 +51,7 @@ end
 
 @functools.cache
 def _cluster() -> RedisCluster:
-    """Return the one client of all tests: each of them asks the cluster for all its commands."""
+    """Return the client that all tests share: a new one asks for the table of all commands."""
     client = RedisCluster.from_url(cluster_url(), decode_responses=True)
     atexit.register(close, client)
     return client

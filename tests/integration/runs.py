@@ -116,10 +116,12 @@ def started(project: Project, *arguments: str) -> Iterator[tuple[Forked, IO[str]
     said, says = os.pipe()
     environment = {**os.environ, **project._environment()}
     with Path(os.devnull).open() as nothing, os.fdopen(said) as output:
-        process = fork(
-            f"{__name__}:main", [False, None, *arguments], environment, nothing.fileno(), says
-        )
-        os.close(says)
+        try:
+            process = fork(
+                f"{__name__}:main", [False, None, *arguments], environment, nothing.fileno(), says
+            )
+        finally:
+            os.close(says)
         try:
             yield process, output
         finally:
