@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import django
@@ -105,20 +106,26 @@ def violations(turns: Iterable[Turn]) -> list[str]:
 
 
 class Toiler(Other):
-    """A process that locks and writes repeatedly, and reports: see `toil`."""
+    """A process that locks and writes repeatedly, and reports: see `toil`.
 
-    def __init__(self, alias: str, prefix: str, seed: int, limit: float):
+    Args:
+        on_grant: Called with the process when it has just been granted a key.
+    """
+
+    def __init__(
+        self,
+        alias: str,
+        prefix: str,
+        seed: int,
+        limit: float,
+        on_grant: Callable[[Toiler], object] = lambda _: None,
+    ):
         self.turns: list[Turn] = []
         self.steps: Counter[str] = Counter()
-        self._last = ""
+        self._on_grant = on_grant
         super().__init__(["--backend", alias, "--toil", prefix, "--seed", str(seed)], limit)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-
-    @property
-    def holds(self) -> bool:
-        """Whether the process holds a key, according to its last report."""
-        return self._last == "granted"
 
     def finish(self) -> bool:
         """Let the process end after its turn; return whether it has ended soon enough."""
@@ -140,10 +147,11 @@ class Toiler(Other):
 
     def _read(self) -> None:
         for said in self.said():
-            self._last = step = said.pop("step")
+            step = said.pop("step")
             self.steps[step] += 1
             if step == "granted":
                 self.turns.append(Turn(**said, held=said["granted"]))
+                self._on_grant(self)
             elif step == "written":
                 self.turns[-1] = replace(self.turns[-1], wrote=(said["since"], said["at"]))
             elif step == "held":
@@ -173,6 +181,7 @@ class Endurance:
         self._chance = random.Random(seed)  # noqa: S311 - choices of a drill
         self._on_fault = on_fault
         self._toilers: list[Toiler] = []
+        self._granted: SimpleQueue[Toiler] = SimpleQueue()
         self._faults: Counter[str] = Counter()
         self._next: list[str] = []
         self._found: list[str] = []
@@ -245,7 +254,7 @@ class Endurance:
     def _start(self, stack: ExitStack) -> Toiler:
         limit = self._seconds + _LONGER + 2 * _SOON
         seed = self._chance.getrandbits(32)
-        made = Toiler(self._store.alias, self._prefix, seed, limit)
+        made = Toiler(self._store.alias, self._prefix, seed, limit, self._note_grant)
         self._toilers.append(stack.enter_context(made))
         return made
 
@@ -255,11 +264,7 @@ class Endurance:
             # Both faults within two disturbances, in random order.
             self._next = self._chance.sample(FAULTS, len(FAULTS))
         fault = self._next.pop()
-        # On a busy machine, processes that are killed while they begin would never lock anything.
-        if not (begun := [each for each in at_work if each.steps]):
-            _wait_for(at_work)
-            begun = [*at_work]
-        victim = self._chance.choice([each for each in begun if each.holds] or begun)
+        victim = self._next_holder(at_work)
         self._faults[fault] += 1
         if fault == "killed":
             self._on_fault(f"Kills process {victim.pid}.")
@@ -271,6 +276,20 @@ class Endurance:
         time.sleep(pause)
         victim.send(signal.SIGCONT)
         return [*at_work]
+
+    def _note_grant(self, granted: Toiler) -> None:
+        self._granted.put(granted)
+
+    def _next_holder(self, at_work: Sequence[Toiler]) -> Toiler:
+        """Return the process that is granted a key next: it has not written yet."""
+        # What was granted before now is over.
+        self._granted = SimpleQueue()
+        try:
+            return self._granted.get(timeout=_WAIT)
+        except Empty:
+            # On a busy machine, processes that are killed while they begin never lock anything.
+            _wait_for(at_work)
+            return self._chance.choice(at_work)
 
     def _is_free(self, key: str) -> bool:
         try:

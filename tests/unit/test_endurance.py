@@ -11,6 +11,8 @@ from django_distlock.handler import lock_backends
 from django_distlock.management import endurance
 from django_distlock.management.drill import TTL
 from django_distlock.management.endurance import Endurance, Turn, violations
+from tests.contract.helpers import Later
+from tests.contract.locking import eventually
 
 
 def turn(fence: int, asked: float, granted: float, held: float, **more: Any) -> Turn:
@@ -52,7 +54,6 @@ class Slow:
     """A process that begins when it has been looked at three times, and is disturbed then only."""
 
     pid = 1
-    holds = False
 
     def __init__(self, *_: object):
         self.turns: list[Turn] = []
@@ -85,8 +86,23 @@ def test_process_that_begins_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(endurance, "PROCESSES", 1)
     monkeypatch.setattr(endurance, "_targets", lambda *_: {})
     monkeypatch.setattr(endurance, "_CALM", (0, 0))
+    # It tells of no grant.
+    monkeypatch.setattr(endurance, "_WAIT", 0)
     monkeypatch.setattr(endurance, "_OVERDUE", (-TTL, -TTL))
     drill = Endurance(lock_backends["memory"], "drill", 0.05, 7, lambda _: None)
     drill.run()
     assert drill._has_met_all()
     assert drill._found == []
+
+
+def test_process_that_is_granted_a_key_next_is_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was granted one before may have written, and then nothing stale is left."""
+    monkeypatch.setattr(endurance, "_targets", lambda *_: {})
+    drill: Any = Endurance(lock_backends["memory"], "drill", 1, 7, lambda _: None)
+    before, next_one = Slow(), Slow()
+    grants = drill._granted
+    grants.put(before)
+    victim = Later(drill._next_holder, [before, next_one])
+    assert eventually(lambda: drill._granted is not grants)
+    drill._granted.put(next_one)
+    assert victim.result() is next_one
