@@ -44,6 +44,7 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what stays until the end: the tests themselves, and modules."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

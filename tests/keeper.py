@@ -19,6 +19,10 @@ import pytest
 
 FOLDER_PREFIX = "distlock-test-"
 DAY = 86_400
+#: A file system in memory, where there is one.
+MEMORY = Path("/dev/shm")
+#: Bytes that it must have free to be used: more than the servers of all tests write.
+ROOM = 8 << 30
 START_SECONDS = 120
 STOP_SECONDS = 120
 
@@ -80,10 +84,18 @@ def only_wheels() -> bool:
 
 
 @contextmanager
-def folder(owner: str | None = None) -> Iterator[Path]:
-    """Make a folder that is removed afterwards, and remove what runs cut short left behind."""
+def folder(owner: str | None = None, *, in_memory: bool = False) -> Iterator[Path]:
+    """Make a folder that is removed afterwards, and remove what runs cut short left behind.
+
+    Args:
+        owner: The user that it belongs to; None: whoever runs the tests.
+        in_memory: Whether it need not be on a disk. A database is 300 files, and a disk takes
+            longer to make and to remove them.
+    """
     # Root's own temporary folder may be closed to the user that runs the server.
     root = Path("/tmp" if owner else tempfile.gettempdir())
+    if in_memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM:
+        root = MEMORY
     for left in root.glob(f"{FOLDER_PREFIX}*"):
         # Another run may remove its own meanwhile.
         with suppress(FileNotFoundError):

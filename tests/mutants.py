@@ -32,13 +32,16 @@ from .services_plugin import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("django_distlock", "tests", "pyproject.toml")
-# Only whether a test fails is asked, and not why. Hypothesis takes longer to import than most of
-# these tests take, and few of them use it.
-PYTEST = ("-q", "-n", "0", "--assert=plain", "-p", "no:randomly", "-p", "no:hypothesispytest")
+# Only whether a test fails is asked, and not why. The plugins are named because looking for them
+# takes as long as many of these tests.
+PLUGINS = ("xdist.plugin", "pytest_django.plugin", "pytest_asyncio.plugin")
+PYTEST = (
+    "-q", "-n", "0", "--assert=plain", "--tb=native",
+    "--disable-plugin-autoload", *(f"-p{each}" for each in PLUGINS),
+)  # fmt: skip
 #: What every run imports, and no fault touches: half of the time of a run.
 PRELOADED = """
-    pytest pytest_asyncio.plugin pytest_django.plugin xdist.plugin
-    django.test django.core.management psycopg redis.cluster
+    pytest django.test django.core.management psycopg redis.cluster
 """.split()  # noqa: SIM905 - as a list it would be eight lines
 FORKS = multiprocessing.get_context("forkserver")
 # All passed, or some failed. A process that ends by an exception of its own exits with 1.
@@ -1441,7 +1444,7 @@ def main() -> None:
     chosen.sort(key=lambda each: not each.test.startswith(WAIT_IN_VAIN))
     # They wait for most of their time. A history keeps up to 50 of the 200 clients of a server.
     runs = 3 if arguments.agreement else (os.cpu_count() or 1) * 4
-    FORKS.set_forkserver_preload(PRELOADED)
+    FORKS.set_forkserver_preload([*PRELOADED, *PLUGINS])
     with ExitStack() as stack, ThreadPoolExecutor(runs) as pool:
         free = slots(stack, serve(stack), runs)
         caught = all([*pool.map(report, chosen, repeat(free))])

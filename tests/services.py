@@ -97,7 +97,7 @@ def private_postgres(
         data: A folder to keep its data in, for a server that is started again; None: it is gone
             with the server.
     """
-    with folder(owner=server_user()) as home:
+    with folder(owner=server_user(), in_memory=not durable) as home:
         binaries = _postgres_binaries(home)
         port = port or free_port()
         data = data or home / "data"
@@ -156,7 +156,8 @@ def private_mariadb(
     if binaries is None:
         raise pytest.UsageError(NO_MARIADB)
     install, program = binaries
-    with folder(owner=server_user()) as home:
+    flushes = "innodb_flush_log_at_trx_commit"
+    with folder(owner=server_user(), in_memory=flushes not in settings) as home:
         data = data or home / "data"
         always: list[str | Path] = [
             "--no-defaults", f"--datadir={data}", "--innodb-log-file-size=16M",
@@ -172,7 +173,7 @@ def private_mariadb(
             "socket": str(home / "socket"),
             "max_connections": 200,
             "innodb_buffer_pool_size": "32M",
-            "innodb_flush_log_at_trx_commit": 0,
+            flushes: 0,
             # Whatever the character set of the database, a key keeps its characters.
             "character_set_server": "latin1",
             **settings,

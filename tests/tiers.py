@@ -8,6 +8,7 @@ by `-k`, `-m` or `--last-failed`, gets what was named, with every case on every 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import warnings
 from collections import Counter, defaultdict
@@ -21,6 +22,9 @@ import pytest
 
 from .backends import BACKENDS, Registered
 from .services_plugin import KINDS, ask_for
+
+# Hypothesis would load trio, which only Selenium needs here: a second for each process of a run.
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 Tier = Literal["quick", "all", "chosen"]
 TIER = pytest.StashKey[Tier]()
@@ -135,6 +139,8 @@ def pytest_collection(session: pytest.Session) -> None:
 
     Where no bytecode is kept yet, each file is compiled once, and not by every worker.
     """
+    # Nearly all of what a collection makes stays. The conftest turns the collector on again.
+    gc.disable()
     worker = getattr(session.config, "workerinput", None)
     if worker is None or session.config.stash[TIER] == "chosen":
         return
