@@ -21,7 +21,7 @@ import pytest
 from redis import Redis, RedisCluster
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from tests import redis_servers, services
+from tests import keeper, redis_servers, services
 from tests.backends import BACKENDS, Registered
 from tests.conftest import DECLARED
 from tests.contract.redis_clients import close
@@ -206,6 +206,18 @@ def test_leftovers_of_another_day_are_swept(
     os.utime(old, (0, 0))
     with services.folder() as own:
         assert set(tmp_path.iterdir()) == {young, own}
+
+
+@pytest.mark.parametrize(("room", "is_used"), [(0, True), (1 << 60, False)])
+def test_memory_is_used_where_it_has_room(
+    room: int, is_used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the folder is on a disk, as that of a durable server always is."""
+    monkeypatch.setattr(keeper, "MEMORY", tmp_path)
+    monkeypatch.setattr(keeper, "ROOM", room)
+    with services.folder(in_memory=True) as home, services.folder() as on_disk:
+        assert (home.parent == tmp_path) is is_used
+        assert on_disk.parent != tmp_path
 
 
 #: What serves each kind, by the variable with its address, and an address of nobody.
