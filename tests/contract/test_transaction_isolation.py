@@ -117,7 +117,7 @@ def test_locks_on_an_alias_of_snapshots_exclude_each_other(
     ):
         lock = distlock(key, backend=backend, wait=30)
         for thread in [Later(add) for _ in range(4)]:
-            thread.result()
+            thread.result(60)
         with lock as lease:
             assert lease.fence == 41
     assert value == [40]
