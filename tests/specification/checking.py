@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 from .protocol import (
     START,
+    Protocol,
     Rules,
     Scope,
     State,
     broken_promise,
-    steps,
-    without_dead_letters,
 )
 
 #: A model each for what the safeguards are about.
@@ -79,17 +78,19 @@ class Checked:
 def check(rules: Rules, scope: Scope) -> Checked:
     """Visit every state that can be reached, until one breaks a promise."""
     came: dict[State, tuple[State, str] | None] = {START: None}
-    waiting = deque([START])
+    protocol, waiting = Protocol(rules, scope), deque([START])
     while waiting:
         state = waiting.popleft()
         # In an order of their own: that of a set of messages is not the same in each process.
-        for step in sorted(steps(state, rules, scope), key=lambda each: each.said):
-            broken = step.broken or (broken_promise(step.state) if scope.is_exclusive else "")
+        for step, reached in sorted(protocol.steps(state), key=lambda each: each[0].said):
+            is_new = reached not in came
+            broken = step.broken
+            if is_new and scope.is_exclusive:
+                broken = broken or broken_promise(step.world)
             if broken:
-                trace = [*_way(came, state), (step.state.now, step.said)]
+                trace = [*_way(came, state), (step.world.now, step.said)]
                 return Checked(len(came), broken, tuple(f"{at}  {said}" for at, said in trace))
-            reached = without_dead_letters(step.state, rules)
-            if reached not in came:
+            if is_new:
                 came[reached] = state, step.said
                 waiting.append(reached)
     return Checked(len(came))
@@ -98,7 +99,7 @@ def check(rules: Rules, scope: Scope) -> Checked:
 def _way(came: dict[State, tuple[State, str] | None], state: State) -> list[tuple[int, str]]:
     steps_back = []
     while (before := came[state]) is not None:
-        steps_back.append((state.now, before[1]))
+        steps_back.append((state.world.now, before[1]))
         state = before[0]
     return steps_back[::-1]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import NamedTuple
 
 #: What a client's clock may be behind, at most, when it looks for its deadline.
@@ -122,8 +123,8 @@ class Client(NamedTuple):
         return Client(turn=self.turn + 1)
 
 
-class State(NamedTuple):
-    """One moment of everything.
+class World(NamedTuple):
+    """One moment of everything but the network.
 
     Attributes:
         replica: The record and the counter that a failover goes back to; None: there was one.
@@ -132,14 +133,20 @@ class State(NamedTuple):
         highest: The highest fence that was ever granted.
     """
 
-    now: int
-    record: Record | None
-    counter: int
-    replica: tuple[Record | None, int] | None
-    mark: int
-    version: int
-    highest: int
-    clients: tuple[Client, ...]
+    now: int = 0
+    record: Record | None = None
+    counter: int = 0
+    replica: tuple[Record | None, int] | None = (None, 0)
+    mark: int = 0
+    version: int = 0
+    highest: int = 0
+    clients: tuple[Client, ...] = (Client(), Client())
+
+
+class State(NamedTuple):
+    """One moment of everything."""
+
+    world: World
     messages: frozenset[Message]
 
 
@@ -147,67 +154,87 @@ class Step(NamedTuple):
     """What may happen next.
 
     Attributes:
+        world: What is then.
+        sent: The messages that are under way since.
         broken: The promise that it breaks.
     """
 
     said: str
-    state: State
+    world: World
+    sent: frozenset[Message] = frozenset()
     broken: str = ""
 
 
-def without_dead_letters(state: State, rules: Rules) -> State:
-    """Return a state without the messages that would change nothing, whenever they arrive."""
-    left = frozenset(each for each in state.messages if _matters(each, state, rules))
-    return state if len(left) == len(state.messages) else state._replace(messages=left)
+def _without_dead_letters(
+    rules: Rules, messages: frozenset[Message], record: Record | None, clients: tuple[Client, ...]
+) -> frozenset[Message]:
+    """Return messages without those that would change nothing, whenever they arrive."""
+    # An attempt that may yet be heard may yet make a record with its token.
+    tokens = {each.token for each in messages if each.kind == "acquire"}
+    tokens |= set() if record is None else {record.token}
+
+    def matters(message: Message) -> bool:
+        number, turn = message.token
+        client = clients[number]
+        if message.kind == "granted":
+            return client.turn == turn and client.phase == "asking"
+        if message.kind == "extended":
+            return client.turn == turn and client.extending == (message.sent_at, message.ttl)
+        return message.token in tokens or (message.kind == "release" and not rules.compares_tokens)
+
+    return frozenset(filter(matters, messages))
 
 
-def _matters(message: Message, state: State, rules: Rules) -> bool:
-    number, turn = message.token
-    client = state.clients[number]
-    if message.kind == "granted":
-        return client.turn == turn and client.phase == "asking"
-    if message.kind == "extended":
-        return client.turn == turn and client.extending == (message.sent_at, message.ttl)
-    if message.kind == "acquire" or (message.kind == "release" and not rules.compares_tokens):
-        return True
-    # An attempt that may yet be heard may yet make a record with this token.
-    return (state.record is not None and state.record.token == message.token) or any(
-        each.kind == "acquire" and each.token == message.token for each in state.messages
-    )
-
-
-START = State(0, None, 0, (None, 0), 0, 0, 0, (Client(), Client()), frozenset())
+START = State(World(), frozenset())
 NAMES = "AB"
 
 
-def broken_promise(state: State) -> str:
+def broken_promise(world: World) -> str:
     """Say which promise a state breaks: two who think that they hold the key."""
-    held = [each.phase == "holding" for each in state.clients]
-    if all(held) and all(state.now < each.deadline + DRIFT for each in state.clients):
+    held = [each.phase == "holding" for each in world.clients]
+    if all(held) and all(world.now < each.deadline + DRIFT for each in world.clients):
         return "both hold the key"
     return ""
 
 
-def steps(state: State, rules: Rules, scope: Scope) -> Iterator[Step]:
-    """Give all that may happen next."""
-    if state.now < scope.horizon:
-        yield Step("time passes", state._replace(now=state.now + 1))
-    for number, client in enumerate(state.clients):
-        yield from _of_client(_Client(state, rules, scope, number, client))
-    for message in state.messages:
-        heard = state._replace(messages=state.messages - {message})
-        yield from _heard(heard, rules, message)
-    if "failover" in scope.steps and state.replica is not None:
-        if state.replica != (state.record, state.counter):
+class Protocol:
+    """What may happen next. It remembers each answer: few worlds have many sets of messages."""
+
+    def __init__(self, rules: Rules, scope: Scope):
+        self._of_world = cache(lambda world: tuple(_without_messages(world, rules, scope)))
+        self._heard = cache(partial(_heard, rules))
+        self._left = cache(partial(_without_dead_letters, rules))
+
+    def steps(self, state: State) -> Iterator[tuple[Step, State]]:
+        """Give all that may happen next, and what is then."""
+        for step in self._of_world(state.world):
+            yield step, self._state(step, state.messages)
+        for message in state.messages:
+            if heard := self._heard(state.world, message):
+                yield heard, self._state(heard, state.messages - {message})
+
+    def _state(self, step: Step, messages: frozenset[Message]) -> State:
+        if step.sent:
+            messages |= step.sent
+        world = step.world
+        return State(world, self._left(messages, world.record, world.clients))
+
+
+def _without_messages(world: World, rules: Rules, scope: Scope) -> Iterator[Step]:
+    if world.now < scope.horizon:
+        yield Step("time passes", world._replace(now=world.now + 1))
+    for number, client in enumerate(world.clients):
+        yield from _of_client(_Client(world, rules, scope, number, client))
+    if "failover" in scope.steps and world.replica is not None:
+        if world.replica != (world.record, world.counter):
             yield Step(
-                "the replica hears of all",
-                state._replace(replica=(state.record, state.counter)),
+                "the replica hears of all", world._replace(replica=(world.record, world.counter))
             )
-        if state.now < scope.horizon:
-            record, counter = state.replica
+        if world.now < scope.horizon:
+            record, counter = world.replica
             yield Step(
                 "the replica takes over, which takes a moment",
-                state._replace(now=state.now + 1, record=record, counter=counter, replica=None),
+                world._replace(now=world.now + 1, record=record, counter=counter, replica=None),
             )
 
 
@@ -215,7 +242,7 @@ def steps(state: State, rules: Rules, scope: Scope) -> Iterator[Step]:
 class _Client:
     """A client, amid everything."""
 
-    state: State
+    world: World
     rules: Rules
     scope: Scope
     number: int
@@ -233,15 +260,14 @@ class _Client:
         """Return the step after which the client is so."""
         clients = tuple(
             client if number == self.number else each
-            for number, each in enumerate(self.state.clients)
+            for number, each in enumerate(self.world.clients)
         )
-        state = self.state._replace(clients=clients, messages=self.state.messages.union(sent))
-        mark, version = row.get("mark", state.mark), row.get("version", state.version)
-        return Step(f"{self.name} {said}", state._replace(mark=mark, version=version), broken)
+        world = self.world._replace(clients=clients, **row)  # type: ignore[arg-type]
+        return Step(f"{self.name} {said}", world, frozenset(sent), broken)
 
 
 def _of_client(at: _Client) -> Iterator[Step]:
-    client, now, longest = at.client, at.state.now, max(at.scope.ttls)
+    client, now, longest = at.client, at.world.now, max(at.scope.ttls)
     if client.phase != "holding":
         if client.turn < at.scope.turns[at.number] and client.asked < at.scope.asks:
             asking = client._replace(phase="asking", asked=client.asked + 1)
@@ -259,7 +285,7 @@ def _of_client(at: _Client) -> Iterator[Step]:
 
 
 def _extending(at: _Client) -> Iterator[Step]:
-    client, now = at.client, at.state.now
+    client, now = at.client, at.world.now
     if client.extending is not None:
         _sent, ttl = client.extending
         unheard = min(client.unheard, ttl)
@@ -279,91 +305,88 @@ def _extending(at: _Client) -> Iterator[Step]:
 
 def _writing(at: _Client) -> Iterator[Step]:
     """Read, think, write: at any time, for a process may stand still between any two lines."""
-    state, client = at.state, at.client
+    world, client = at.world, at.client
     if client.read is None:
-        if at.rules.marks_reads and state.mark > client.fence:
+        if at.rules.marks_reads and world.mark > client.fence:
             yield at.step(f"reads with fence {client.fence}, and is refused", client.ended())
-        elif state.version < 2:
-            mark = max(state.mark, client.fence) if at.rules.marks_reads else state.mark
+        elif world.version < 2:
+            mark = max(world.mark, client.fence) if at.rules.marks_reads else world.mark
             yield at.step(
-                f"reads version {state.version} with fence {client.fence}",
-                client._replace(read=state.version),
+                f"reads version {world.version} with fence {client.fence}",
+                client._replace(read=world.version),
                 mark=mark,
             )
-    elif at.rules.checks_writes and state.mark > client.fence:
+    elif at.rules.checks_writes and world.mark > client.fence:
         yield at.step(f"writes with fence {client.fence}, and is refused", client.ended())
     else:
         yield at.step(
             f"writes what it made of version {client.read}",
             client._replace(read=None),
-            mark=max(state.mark, client.fence),
-            version=state.version + 1,
-            broken="" if client.read == state.version else "an update is lost",
+            mark=max(world.mark, client.fence),
+            version=world.version + 1,
+            broken="" if client.read == world.version else "an update is lost",
         )
 
 
 def _guarding(at: _Client) -> Iterator[Step]:
-    state, client = at.state, at.client
+    world, client = at.world, at.client
     if client.guards:
-        stale = "a stale transaction is committed" if state.counter != client.fence else ""
+        stale = "a stale transaction is committed" if world.counter != client.fence else ""
         yield at.step("commits", client._replace(guards=False), broken=stale)
-    elif state.counter == client.fence:
+    elif world.counter == client.fence:
         yield at.step("begins a guarded transaction", client._replace(guards=True))
     else:
         yield at.step("begins a guarded transaction, and is refused", client.ended())
 
 
-def _heard(state: State, rules: Rules, message: Message) -> Iterator[Step]:
+def _heard(rules: Rules, world: World, message: Message) -> Step | None:
     """Give what becomes of a message that arrives now; one that never does needs no step."""
     if message.kind in ("granted", "extended"):
-        yield _answered(state, rules, message)
-        return
-    who, record, now = NAMES[message.token[0]], state.record, state.now
+        return _answered(world, rules, message)
+    who, record, now = NAMES[message.token[0]], world.record, world.now
     is_live = record is not None and now < record.free_at
     is_owned = record is not None and is_live and record.token == message.token
     if message.kind == "acquire":
-        guarded = rules.locks_guards and any(each.guards for each in state.clients)
+        guarded = rules.locks_guards and any(each.guards for each in world.clients)
         if guarded or (is_live and not is_owned):
-            yield Step(f"the store refuses {who}", state)
-        else:
-            yield _granted(state, rules, message)
-    elif message.kind == "extend" and record is not None and is_owned:
+            return Step(f"the store refuses {who}", world)
+        return _granted(world, rules, message)
+    if message.kind == "extend" and record is not None and is_owned:
         kept = record._replace(free_at=now + message.ttl + rules.grace)
-        answer = message._replace(kind="extended")
-        yield Step(
+        return Step(
             f"the store extends the lease of {who} to {now + message.ttl}",
-            state._replace(record=kept, messages=state.messages | {answer}),
+            world._replace(record=kept),
+            frozenset({message._replace(kind="extended")}),
         )
-    elif (
-        message.kind == "release" and record is not None and (is_owned or not rules.compares_tokens)
-    ):
-        counter = state.counter if rules.keeps_counters else 0
-        yield Step(f"the store releases for {who}", state._replace(record=None, counter=counter))
+    if message.kind == "release" and record is not None and (is_owned or not rules.compares_tokens):
+        counter = world.counter if rules.keeps_counters else 0
+        return Step(f"the store releases for {who}", world._replace(record=None, counter=counter))
+    return None
 
 
-def _granted(state: State, rules: Rules, message: Message) -> Step:
-    fence = state.counter + 1
+def _granted(world: World, rules: Rules, message: Message) -> Step:
+    fence = world.counter + 1
     if rules.floors_fences:
         # More than are granted in a moment.
-        fence = max(fence, 10 * state.now)
-    expires_at = state.now + message.ttl
+        fence = max(fence, 10 * world.now)
+    expires_at = world.now + message.ttl
     answer = message._replace(kind="granted", fence=fence)
     return Step(
         f"the store grants {NAMES[message.token[0]]} the key until {expires_at}, fence {fence}",
-        state._replace(
+        world._replace(
             record=Record(message.token, fence, expires_at + rules.grace),
             counter=fence,
-            highest=max(fence, state.highest),
-            messages=state.messages | {answer},
+            highest=max(fence, world.highest),
         ),
-        "a fence does not grow" if fence <= state.highest else "",
+        frozenset({answer}),
+        "a fence does not grow" if fence <= world.highest else "",
     )
 
 
-def _answered(state: State, rules: Rules, message: Message) -> Step:
+def _answered(world: World, rules: Rules, message: Message) -> Step:
     number, turn = message.token
-    client = state.clients[number]
-    counted_from = message.sent_at if rules.from_sending else state.now
+    client = world.clients[number]
+    counted_from = message.sent_at if rules.from_sending else world.now
     said = f"{NAMES[number]} hears an answer that it waits for no more"
     if client.turn == turn:
         if message.kind == "granted" and client.phase == "asking":
@@ -374,5 +397,5 @@ def _answered(state: State, rules: Rules, message: Message) -> Step:
             said = f"{NAMES[number]} hears that its lease is extended"
             ttl = min(message.ttl, client.unheard) if rules.counts_unheard else message.ttl
             client = client._replace(extending=None, deadline=counted_from + ttl)
-    clients = tuple(client if index == number else each for index, each in enumerate(state.clients))
-    return Step(said, state._replace(clients=clients))
+    clients = tuple(client if index == number else each for index, each in enumerate(world.clients))
+    return Step(said, world._replace(clients=clients))

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .checking import (
-    SAFEGUARDS,
-    SCOPES,
-    Safeguard,
-    check,
-    told_of_scope,
-)
+from .checking import SAFEGUARDS, SCOPES, Safeguard, check, told_of_scope
 from .protocol import Rules
 
 #: It shows each model and what each safeguard prevents, as printed.
 PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "specification.md").read_text(
     encoding="utf-8"
 )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_collected() -> Iterator[None]:
+    """No state refers to itself, and to look through all of them again and again takes long."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.mark.parametrize("scope", SCOPES)
