@@ -28,6 +28,8 @@ os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 Tier = Literal["quick", "all", "chosen"]
 TIER = pytest.StashKey[Tier]()
+#: All that there is, where a run has collected it.
+ALL = pytest.StashKey[list[pytest.Item]]()
 ROOT = Path(__file__).parent
 
 #: The files of the contract that are about backends. The others are about locks, whose code is
@@ -173,6 +175,9 @@ def _has_quick(file: Path) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the tier leaves out."""
+    option = config.option
+    if config.stash[TIER] == "all" and not (option.ignore or option.ignore_glob or option.deselect):
+        config.stash[ALL] = items[:]
     kept = taken(items, config.stash[TIER])
     wanted = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in wanted])

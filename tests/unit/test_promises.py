@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tests.backends import BACKENDS
+from tests.tiers import ALL, Tier, taken, value_in_turn
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/explanation/guarantees.md"
@@ -41,44 +43,52 @@ FEWER = {
 }  # fmt: skip
 
 
-#: Prints what each tier takes of one collection.
-LIST_TIERS = """
-import json
-from typing import get_args
-import pytest
-
-class Listing:
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items):
-        from tests import tiers
-
-        found = {
-            tier: [
-                [each.nodeid, bool(tiers.value_in_turn(each))]
-                for each in taken
-                if not each.get_closest_marker("nightly")
-            ]
-            for tier in get_args(tiers.Tier)
-            for taken in [tiers.taken(items, tier)]
-        }
-        print("TIERS " + json.dumps(found))
-
-options = ["--collect-only", "-q", "-n", "0", "-p", "no:randomly", "tests"]
-pytest.main(options, plugins=[Listing()])
-"""
 #: The backends of each test; "": it names none.
 Tests = dict[str, set[str]]
 
 
-@pytest.fixture(scope="module")
-def tiers() -> dict[str, Tests]:
-    """Give what each tier takes, without nightly tests."""
+#: Of each tier, its tests, and whether their backends take turns.
+Listed = dict[str, list[tuple[str, bool]]]
+
+
+def listed(items: list[pytest.Item]) -> Listed:
+    """List what each tier takes of one collection."""
+    return {
+        tier: [
+            (each.nodeid, bool(value_in_turn(each)))
+            for each in taken(items, tier)
+            if not each.get_closest_marker("nightly")
+        ]
+        for tier in get_args(Tier)
+    }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Print the list, where this is a plugin of a run that collects for nothing else."""
+    print("TIERS " + json.dumps(listed(items)))
+
+
+def collected() -> Listed:
+    """List the tests by a process of its own: this one has collected less."""
+    options = ["--collect-only", "-q", "-n", "0", "-p", "no:randomly", "-p", __name__, "tests"]
     done = subprocess.run(
-        [sys.executable, "-c", LIST_TIERS], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "pytest", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    listed = json.loads(done.stdout.partition("TIERS ")[2].partition("\n")[0])
+    found: Listed = json.loads(done.stdout.partition("TIERS ")[2].partition("\n")[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def tiers(pytestconfig: pytest.Config) -> dict[str, Tests]:
+    """Give what each tier takes, without nightly tests."""
+    is_all = ALL in pytestconfig.stash
     found: dict[str, Tests] = {}
-    for tier, tests in listed.items():
+    for tier, tests in (listed(pytestconfig.stash[ALL]) if is_all else collected()).items():
         backends = defaultdict[str, set[str]](set)
         for name, in_turn in tests:
             test, _, case = name.rstrip("]").partition("[")
