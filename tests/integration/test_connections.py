@@ -541,7 +541,7 @@ def _sessions_in(database: str) -> int:
     return int(row[0])
 
 
-@pytest.mark.parametrize(("kind", "times"), [("functions", 50), ("mariadb", 15), ("sqlite", 15)])
+@pytest.mark.parametrize(("kind", "times"), [("functions", 15), ("mariadb", 15), ("sqlite", 15)])
 def test_many_locks_leave_nothing(
     request: pytest.FixtureRequest, key: str, monkeypatch: pytest.MonkeyPatch, kind: str, times: int
 ) -> None:
