@@ -541,18 +541,18 @@ def _sessions_in(database: str) -> int:
     return int(row[0])
 
 
-@pytest.mark.parametrize(("kind", "times"), [("functions", 15), ("mariadb", 15), ("sqlite", 15)])
+@pytest.mark.parametrize("kind", ["functions", "mariadb", "sqlite"])
 def test_many_locks_leave_nothing(
-    request: pytest.FixtureRequest, key: str, monkeypatch: pytest.MonkeyPatch, kind: str, times: int
+    request: pytest.FixtureRequest, key: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Behind 1000 locks from 20 threads there is no session, no thread, no file and no record."""
+    """Behind 300 locks from 20 threads there is no session, no thread, no file and no record."""
     monkeypatch.setattr(distlock_connections, "IDLE_SECONDS", 0.3)
     with _store(request, kind) as (using, backend):
         threads = set(threading.enumerate())
 
         def work(number: int) -> int:
             lock, last = distlock(f"{key}:{number}", backend=backend, **PATIENT), 0
-            for count in range(1, times + 1):
+            for count in range(15):
                 if count % 5 or kind == "sqlite":
                     with lock as lease:
                         fence = lease.fence
@@ -574,7 +574,7 @@ def test_many_locks_leave_nothing(
         ]
         counters = FenceCounter.objects.using(using).filter(key__startswith=key)
         assert sorted(counter.fence for counter in counters) == sorted(fences)
-        assert max(fences) > times / 2
+        assert max(fences) > 7
         assert not HeldLock.objects.using(using).filter(key__startswith=key).exists()
 
 
