@@ -15,6 +15,7 @@ import io
 import json
 import os
 import queue
+import runpy
 import signal
 import subprocess
 import sys
@@ -176,13 +177,20 @@ def main(target: str, arguments: str) -> None:
 
 
 def manage(
-    arguments: Sequence[str], environment: dict[str, str], timeout: float
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    timeout: float,
+    function: str = f"{__name__}:django_admin",
 ) -> tuple[str, int]:
-    """Run `python -m django` with arguments; return what it said, and its status."""
+    """Run `python -m django` with arguments; return what it said, and its status.
+
+    Args:
+        function: Another one that takes such arguments.
+    """
     said, says = os.pipe()
     with Path(os.devnull).open() as nothing, os.fdopen(said) as output:
         try:
-            run = fork(f"{__name__}:django_admin", arguments, environment, nothing.fileno(), says)
+            run = fork(function, arguments, environment, nothing.fileno(), says)
         finally:
             os.close(says)
         # Or a command that never ends would be waited for.
@@ -191,6 +199,25 @@ def manage(
         text = output.read()
         late.cancel()
         return text, run.wait()
+
+
+def python(folder: str, errors: str, *arguments: str) -> None:
+    """Be `python` with a module or a file, in a folder that modules are imported from.
+
+    Args:
+        errors: The file that takes its standard error; "": that goes where its output does.
+    """
+    if errors:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    if arguments[0] == "-m":
+        sys.argv = [*arguments[1:]]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [*arguments]
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def django_admin(*arguments: str) -> None:

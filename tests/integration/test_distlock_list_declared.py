@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from django_distlock.core.keys import OWN_MARKER
+from tests.processes import manage
 
 from .operating import Ran
 from .operating import run as run_here
-from .projects import PATIENCE, ROOT
+from .projects import PATIENCE
 
 #: The project's files. What is at the end of a line is the name that a test finds it by.
 FILES = {
@@ -161,22 +160,18 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 def run(project: Path, *arguments: str, **settings: Any) -> Ran:
     """Run the command in a process of its own, from the project's folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", "django", "distlock_list", "--declared", "--no-color", *arguments],
-        cwd=project,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PYTHONDEVMODE": "",
-            "DJANGO_SETTINGS_MODULE": "tests.integration.project",
-            "DISTLOCK_TEST_PROJECT": json.dumps({**SETTINGS, **settings}),
-        },
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
+    environment = {
+        **os.environ,
+        "PYTHONDEVMODE": "",
+        "DJANGO_SETTINGS_MODULE": "tests.integration.project",
+        "DISTLOCK_TEST_PROJECT": json.dumps({**SETTINGS, **settings}),
+    }
+    errors = project / "errors"
+    command = ["-m", "django", "distlock_list", "--declared", "--no-color", *arguments]
+    out, status = manage(
+        [str(project), str(errors), *command], environment, PATIENCE, "tests.processes:python"
     )
-    return Ran(done.stdout, done.stderr, done.returncode)
+    return Ran(out, errors.read_text(), status)
 
 
 def line_of(name: str) -> int:
