@@ -35,6 +35,8 @@ from django.db import connections
 from .fork_server import LIFETIME_SECONDS, Forked, fork
 
 RESULT = "result: "
+#: A function for `manage`.
+BE_PYTHON = f"{__name__}:python"
 
 
 def spawn(target: str, *arguments: Any, **environment: str) -> Process:
@@ -201,17 +203,18 @@ def manage(
         return text, run.wait()
 
 
-def python(folder: str, errors: str, *arguments: str) -> None:
-    """Be `python` with a module or a file, in a folder that modules are imported from.
+def python(path: str, errors: str, *arguments: str) -> None:
+    """Be `python` with a module or a file.
 
     Args:
+        path: Where modules are imported from, as in PYTHONPATH; the first is its folder.
         errors: The file that takes its standard error; "": that goes where its output does.
     """
     if errors:
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    os.environ["PYTHONPATH"] = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    sys.path[:0] = path.split(os.pathsep)
+    os.chdir(sys.path[0])
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     if arguments[0] == "-m":
         sys.argv = [*arguments[1:]]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from django_distlock.core.keys import OWN_MARKER
-from tests.processes import manage
+from tests.processes import BE_PYTHON, manage
 
 from .operating import Ran
 from .operating import run as run_here
@@ -168,9 +168,7 @@ def run(project: Path, *arguments: str, **settings: Any) -> Ran:
     }
     errors = project / "errors"
     command = ["-m", "django", "distlock_list", "--declared", "--no-color", *arguments]
-    out, status = manage(
-        [str(project), str(errors), *command], environment, PATIENCE, "tests.processes:python"
-    )
+    out, status = manage([str(project), str(errors), *command], environment, PATIENCE, BE_PYTHON)
     return Ran(out, errors.read_text(), status)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 import tomllib
 from pathlib import Path
@@ -32,10 +30,10 @@ from django_distlock.testing import (
 )
 from tests.contract.aliases import ALL, for_each, run_cases
 from tests.contract.locking import rolled_back
-from tests.processes import spawn
+from tests.processes import BE_PYTHON, manage, spawn
 from tests.shop.models import Row
 
-from .projects import PATIENCE, ROOT
+from .projects import PATIENCE, ROOT, run_python
 
 #: The backends that a project keeps in its database, and the database.
 STORES = {
@@ -208,7 +206,6 @@ class InDatabaseInTransactionTestCase(InDatabase, TransactionTestCase):
     """The same where others see what is committed."""
 
     __test__ = False
-    databases = set(ALL)
 
     def test_others_do_not_wait_for_the_transaction(self) -> None:
         """It is not theirs."""
@@ -222,7 +219,11 @@ class InDatabaseInTransactionTestCase(InDatabase, TransactionTestCase):
 
 def run_test_cases() -> dict[str, Any]:
     """Be a test run."""
-    made_for = for_each(STORES, InDatabaseInTestCase, InDatabaseInTransactionTestCase)
+    committing = [*for_each(STORES, InDatabaseInTransactionTestCase)]
+    for each in committing:
+        # Behind each test, Django empties every database that its class has.
+        each.databases = {STORES[each.alias]}  # type: ignore[attr-defined]
+    made_for = (*for_each(STORES, InDatabaseInTestCase), *committing)
     plain = (InMemory, InMemoryInTestCase, InMemoryInTransactionTestCase)
     return run_cases("kit", (*plain, *made_for), left)
 
@@ -259,6 +260,10 @@ INSTALLED_APPS = ["django.contrib.contenttypes", "django.contrib.auth", "django_
 SECRET_KEY = "only for tests"
 USE_TZ = True
 """
+#: Each warning is an error, but that the package is in this process already.
+WARNINGS = ("-W", "error", "-W", "ignore:Module already:pytest.PytestAssertRewriteWarning")
+WITHOUT = [f"-pno:{name}" for name in ("asyncio", "cacheprovider", "randomly", "xdist")]
+PYTEST = ("pytest", "-q", *WARNINGS, "--strict-markers", *WITHOUT)
 HOW_TO = ROOT / "docs/howto/test-code-that-locks.md"
 #: The kit on the database backend, where the locks have their own alias.
 IN_A_DATABASE = """
@@ -291,35 +296,23 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path, *arguments: str, status: int = 0, settings: str = "project_settings") -> str:
+def run(project: Path, *arguments: str, status: int = 0) -> str:
     """Run a module of Python in the project; return what it printed."""
-    here = {"PYTHONPATH": f"{project}:{project / 'site'}:{ROOT}", "PYTHONDEVMODE": ""}
-    if settings:
-        here["DJANGO_SETTINGS_MODULE"] = settings
-    outer = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PYTEST_", "DJANGO_", "DISTLOCK_"))
     }
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=project,
-        env={**outer, **here},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == status, f"exit status {done.returncode}:\n{done.stdout}"
-    return done.stdout
+    environment |= {"PYTHONDEVMODE": "", "DJANGO_SETTINGS_MODULE": "project_settings"}
+    path = f"{project}:{project / 'site'}"
+    said, ended = manage([path, "", "-m", *arguments], environment, PATIENCE, BE_PYTHON)
+    assert ended == status, f"exit status {ended}:\n{said}"
+    return said
 
 
 def run_pytest(project: Path, *arguments: str, **more: Any) -> str:
-    """Run pytest in the project, where each warning is an error."""
-    without = [f"-pno:{name}" for name in ("asyncio", "cacheprovider", "randomly", "xdist")]
-    options = ("-q", "-W", "error", "--strict-markers", *without)
-    return run(project, "pytest", *options, *arguments, **more)
+    """Run pytest in the project."""
+    return run(project, *PYTEST, *arguments, **more)
 
 
 def block(start: str) -> str:
@@ -402,7 +395,7 @@ def test_lost(memory_locks):
     with distlock("key") as lease:
         memory_locks.simulate_pause(lease)
 """
-WITHOUT = """
+OTHERS = """
 from django_distlock import lock_backends
 from django_distlock.backends.database import DatabaseBackend
 
@@ -415,7 +408,7 @@ def test_without():
 def test_fixture_and_mark_of_pytest(project: Path) -> None:
     """A test gets locks of its own, with the settings that the nearest mark says."""
     (project / "test_locks.py").write_text(FIXTURE)
-    (project / "test_others.py").write_text(WITHOUT)
+    (project / "test_others.py").write_text(OTHERS)
     told = run_pytest(project, "test_locks.py", "test_others.py", status=1)
     assert "5 passed, 1 failed, 1 error" in told.replace("1 failed, 5 passed", "5 passed, 1 failed")
     assert "Unknown settings: 'WEIGHT'" in told
@@ -429,5 +422,6 @@ def test_run_without_django_is_as_before(project: Path) -> None:
         "import sys\n\n\ndef test_other():\n"
         '    assert not {"django_distlock.models", "django.test"} & sys.modules.keys()\n'
     )
-    told = run_pytest(project, "-pno:django", "test_other.py", settings="")
+    path = f"{project}:{project / 'site'}:{ROOT}"
+    told = run_python(project, "-m", *PYTEST, "-pno:django", "test_other.py", PYTHONPATH=path)
     assert "1 passed" in told

@@ -90,6 +90,8 @@ def test_backend_of_the_how_to_keeps_the_contract(
     database = DATABASE if defined == "all" else ""
     (project / "project_settings.py").write_text(SETTINGS + database + folder)
     (project / "test_contract.py").write_text(test + (LOCKS if defined == "four" else ""))
-    told = run_pytest(project, "-rs", *(["-pno:django"] if defined == "all" else []))
+    # What processes contend by is the same text in both, and each would be a Python of its own.
+    once = "--deselect=test_contract.py::TestFolderBackend::test_one_of_many_processes_is_granted"
+    told = run_pytest(project, "-rs", "-pno:django" if defined == "all" else once)
     assert re.search(r"\d\d passed, \d skipped", told), told
     assert set(re.findall(r"FolderBackend: (\w+) is not so", told)) == skipped
