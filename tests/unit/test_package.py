@@ -213,22 +213,46 @@ def test_unknown_name_is_an_attribute_error() -> None:
         _ = django_distlock.FencedModel  # type: ignore[attr-defined]
 
 
-def test_root_imports_before_settings_and_without_extras() -> None:
-    """Importing every public name needs no settings, no app registry and no driver."""
-    names = ", ".join(PUBLIC)
-    program = f"{WITHOUT_EXTRAS}\nfrom django_distlock import {names}\nprint('fine')"
-    assert run(program) == "fine\n"
+def test_root_works_before_settings_and_without_extras() -> None:
+    """Its names need no settings, app registry or driver; a module may decorate at import.
+
+    `INSTALLED_APPS`, the models and the backends are made without asking a store.
+    """
+    program = f"""{WITHOUT_EXTRAS}
+from django_distlock import {", ".join(PUBLIC)}
+from django_distlock.views import locked_view
+lock = distlock("nightly", ttl=60, wait=0)
+
+@distlock("invoice:{{invoice_id}}")
+def pay(invoice_id): pass
+
+print(lock.key)
+import django
+from django.conf import settings
+settings.configure(
+    DATABASES={{"default": {{"ENGINE": "django.db.backends.sqlite3", "NAME": "nowhere.sqlite3"}}}},
+    INSTALLED_APPS=["django_distlock"],
+    SECRET_KEY="x",
+)
+django.setup()
+print([type(backend).__name__ for backend in lock_backends.all()])
+"""
+    assert run(program) == "nightly\n['DatabaseBackend']\n"
 
 
-def test_root_itself_needs_no_django() -> None:
+def test_import_needs_no_django_starts_no_thread_and_touches_no_signal() -> None:
     """Its names are there, and what each of them needs is imported when it is asked for."""
     program = """
-import sys
+import signal, sys, threading
+before = {each: signal.getsignal(each) for each in signal.valid_signals()}
 import django_distlock
 assert set(django_distlock.__all__) <= set(dir(django_distlock))
 print("django" in sys.modules)
 from django_distlock import *
+from django_distlock.views import locked_view
 print(distlock.__module__, "django" in sys.modules)
+assert threading.active_count() == 1, threading.enumerate()
+assert before == {each: signal.getsignal(each) for each in signal.valid_signals()}
 """
     assert run(program) == "False\ndjango_distlock.locks.lock True\n"
 
@@ -246,53 +270,6 @@ for extra in {extras}:
 """
     told = [line.rpartition(". Run ")[2] for line in run(program).splitlines()]
     assert told == [f'pip install "django-distlock[{extra}]"' for extra in extras]
-
-
-def test_lock_may_be_described_before_settings() -> None:
-    """A module may describe and decorate at import, before Django is set up."""
-    program = f"""{WITHOUT_EXTRAS}
-from django_distlock import distlock
-from django_distlock.views import locked_view
-lock = distlock("nightly", ttl=60, wait=0)
-
-@distlock("invoice:{{invoice_id}}")
-def pay(invoice_id): pass
-
-print(lock.key)
-"""
-    assert run(program) == "nightly\n"
-
-
-def test_setting_up_an_app_connects_nowhere() -> None:
-    """`INSTALLED_APPS`, the models and the backends are made without asking a store."""
-    program = f"""{WITHOUT_EXTRAS}
-import django
-from django.conf import settings
-settings.configure(
-    DATABASES={{"default": {{"ENGINE": "django.db.backends.sqlite3", "NAME": "nowhere.sqlite3"}}}},
-    INSTALLED_APPS=["django_distlock"],
-    SECRET_KEY="x",
-)
-django.setup()
-from django_distlock import lock_backends
-print([type(backend).__name__ for backend in lock_backends.all()])
-"""
-    assert run(program) == "['DatabaseBackend']\n"
-
-
-def test_import_starts_no_thread_and_touches_no_signal() -> None:
-    """A library that was only imported leaves threads and signal handlers as they were."""
-    program = """
-import signal, threading
-before = {each: signal.getsignal(each) for each in signal.valid_signals()}
-import django_distlock
-from django_distlock import distlock
-from django_distlock.views import locked_view
-assert threading.active_count() == 1, threading.enumerate()
-assert before == {each: signal.getsignal(each) for each in signal.valid_signals()}
-print('fine')
-"""
-    assert run(program) == "fine\n"
 
 
 @pytest.mark.parametrize(
