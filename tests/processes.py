@@ -135,6 +135,11 @@ class Process:
             raise AssertionError(f"exit status {self.popen.returncode}:\n{self._said()}")
         return json.loads(results[-1].removeprefix(RESULT))
 
+    def leave(self) -> None:
+        """Let it read the end of its input, and end well."""
+        self._input.close()
+        assert self.popen.wait(60) == 0, self._said()
+
     def stop(self) -> None:
         """Let it stand still, wherever it is."""
         self.popen.send_signal(signal.SIGSTOP)

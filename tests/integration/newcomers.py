@@ -6,7 +6,10 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
+
+from django.core.management import execute_from_command_line
 
 ROOT = Path(__file__).parents[2]
 #: For a machine with much else to do.
@@ -35,18 +38,19 @@ def typed(block: str) -> str:
     return "\n".join(re.findall(r"^\$ (.*)$", block, re.MULTILINE))
 
 
+def outer() -> dict[str, str]:
+    """Return the environment without the settings of tests."""
+    mine = ("PYTEST_", "DJANGO_", "DISTLOCK_")
+    found = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
+    return found | {"PYTHONDEVMODE": ""}
+
+
 def environment(project: Path) -> dict[str, str]:
     """Return an environment in which `python` is this one, and no test's setting is known."""
-    outer = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTEST_", "DJANGO_", "DISTLOCK_"))
-    }
-    return outer | {
+    return outer() | {
         "PATH": f"{project / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": f"{project}:{ROOT}",
         "PYTHONUNBUFFERED": "1",
-        "PYTHONDEVMODE": "",
     }
 
 
@@ -69,7 +73,7 @@ def sh(project: Path, commands: str, *, status: int = 0) -> str:
 def start_project(folder: Path) -> None:
     """Make the project of the tutorial, as it says; the package is there without pip."""
     (folder / "bin").mkdir()
-    programs = {"python": "", "django-admin": "-m django", "celery": "-m celery"}
+    programs = {"python": "", "celery": "-m celery"}
     for name, arguments in programs.items():
         program = folder / "bin" / name
         program.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
@@ -80,7 +84,8 @@ def start_project(folder: Path) -> None:
         for line in typed(blocks("console", tutorial)[0]).splitlines()
         if "startproject" in line
     )
-    sh(folder, start)
+    with chdir(folder):
+        execute_from_command_line(start.split())
     settings = folder / "project/settings.py"
     (app,) = (
         line for line in blocks("python", tutorial)[0].splitlines() if "django_distlock" in line

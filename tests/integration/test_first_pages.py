@@ -7,20 +7,30 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.contract.helpers import there
+from tests.fork_server import fork
+from tests.processes import BE_PYTHON, Process
 
-from .newcomers import PATIENCE, blocks, environment, sh, start_project, text_of, the_block, typed
+from .newcomers import (
+    PATIENCE,
+    blocks,
+    environment,
+    outer,
+    sh,
+    start_project,
+    text_of,
+    the_block,
+    typed,
+)
 
+FRONT = ("README", "index")
 TUTORIAL = text_of("tutorial/first-lock")
-#: Runs what is typed into a shell, block by block, and answers how many lines went otherwise.
+#: Runs what is typed into a shell, block by block, and ends where something goes otherwise.
 SHELL = """
 import doctest, json, sys, django
 
@@ -29,8 +39,11 @@ names = {}
 for line in sys.stdin:
     typed = doctest.DocTestParser().get_doctest(json.loads(line), {}, "typed", None, 0)
     typed.globs = names
+    said = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    print(runner.run(typed, out=sys.stderr.write, clear_globs=False).failed, flush=True)
+    if runner.run(typed, out=said.append, clear_globs=False).failed:
+        sys.exit("".join(said))
+    print("as printed", flush=True)
 """
 
 
@@ -49,48 +62,24 @@ def project(started: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(started, tmp_path, dirs_exist_ok=True))
 
 
-class Shell:
-    """A Python shell in the project."""
-
-    def __init__(self, project: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SHELL],
-            cwd=project,
-            env=environment(project) | {"DJANGO_SETTINGS_MODULE": "project.settings"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def send(self, block: str) -> str:
-        """Type a block; return what the shell answers, nothing if it died."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(block) + "\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-    def leave(self) -> str:
-        """End the shell; return what went otherwise."""
-        return self.process.communicate(timeout=PATIENCE)[1]
+def shell(project: Path) -> Process:
+    """Start a Python shell in the project."""
+    (project / "shell.py").write_text(SHELL)
+    variables = outer() | {"DJANGO_SETTINGS_MODULE": "project.settings"}
+    what = [str(project), "", "shell.py"]
+    return Process(lambda stdin, stdout: fork(BE_PYTHON, what, variables, stdin, stdout))
 
 
-@contextmanager
-def shell(project: Path) -> Iterator[Shell]:
-    """Give a shell that has shown what the tutorial shows."""
-    found = Shell(project)
-    try:
-        yield found
-    finally:
-        told = found.leave()
-    assert "Failed example" not in told, told
+def show(shell: Process, block: str) -> None:
+    """Type a block; the shell shows what the tutorial shows."""
+    shell.send(json.dumps(block))
+    shell.wait_for("as printed")
 
 
-@pytest.mark.parametrize("page", ["README", "index"])
-def test_first_code_of_a_page_runs(project: Path, page: str) -> None:
-    """The block of ten lines is granted its key."""
-    code = the_block("python", 'distlock("invoice:42"', text_of(page))
+def test_first_code_of_the_pages_runs(project: Path) -> None:
+    """The block of ten lines, which both front pages have, is granted its key."""
+    code, same = (the_block("python", 'distlock("invoice:42"', text_of(p)) for p in FRONT)
+    assert code == same
     setup = 'import os, django\nos.environ["DJANGO_SETTINGS_MODULE"] = "project.settings"\n'
     (project / "first.py").write_text(f"{setup}django.setup()\n{code}")
     assert "held, fence 1\n" in sh(project, "python first.py")
@@ -101,16 +90,19 @@ def test_shells_of_the_tutorial_say_what_it_prints(project: Path) -> None:
     take, refused, release, again, lost, die, wait = blocks("pycon", TUTORIAL)
     with shell(project) as first, shell(project) as second:
         # The seconds that are left are fewer where the machine is slow.
-        assert first.send(take.replace("600.0 s", "... s")) == "0"
-        assert second.send(refused) == "0"
-        assert first.send(release) == "0"
-        assert second.send(again) == "0"
+        show(first, take.replace("600.0 s", "... s"))
+        show(second, refused)
+        show(first, release)
+        show(second, again)
+        for each in (first, second):
+            each.leave()
     with shell(project) as third:
-        assert third.send(lost) == "0"
-        assert third.send(die) == ""
-    assert third.process.returncode == 1
+        show(third, lost)
+        third.send(json.dumps(die))
+        assert third.popen.wait(PATIENCE) == 1
     with shell(project) as last:
-        assert last.send(wait) == "0"
+        show(last, wait)
+        last.leave()
 
 
 def test_counter_of_the_tutorial_counts_to_sixty(project: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import tomllib
@@ -33,6 +32,7 @@ from tests.contract.locking import rolled_back
 from tests.processes import BE_PYTHON, manage, spawn
 from tests.shop.models import Row
 
+from .newcomers import outer
 from .projects import PATIENCE, ROOT, run_python
 
 #: The backends that a project keeps in its database, and the database.
@@ -298,12 +298,7 @@ def project(tmp_path: Path) -> Path:
 
 def run(project: Path, *arguments: str, status: int = 0) -> str:
     """Run a module of Python in the project; return what it printed."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTEST_", "DJANGO_", "DISTLOCK_"))
-    }
-    environment |= {"PYTHONDEVMODE": "", "DJANGO_SETTINGS_MODULE": "project_settings"}
+    environment = outer() | {"DJANGO_SETTINGS_MODULE": "project_settings"}
     path = f"{project}:{project / 'site'}"
     said, ended = manage([path, "", "-m", *arguments], environment, PATIENCE, BE_PYTHON)
     assert ended == status, f"exit status {ended}:\n{said}"
