@@ -189,11 +189,7 @@ def manage(
     timeout: float,
     function: str = f"{__name__}:django_admin",
 ) -> tuple[str, int]:
-    """Run `python -m django` with arguments; return what it said, and its status.
-
-    Args:
-        function: Another one that takes such arguments.
-    """
+    """Run `python -m django`, or another function; return what it said, and its status."""
     said, says = os.pipe()
     with Path(os.devnull).open() as nothing, os.fdopen(said) as output:
         try:
@@ -209,12 +205,7 @@ def manage(
 
 
 def python(path: str, errors: str, *arguments: str) -> None:
-    """Be `python` with a module or a file.
-
-    Args:
-        path: Where modules are imported from, as in PYTHONPATH; the first is its folder.
-        errors: The file that takes its standard error; "": that goes where its output does.
-    """
+    """Be `python`, in the first folder of a path; its errors go to a file, if one is named."""
     if errors:
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     sys.path[:0] = path.split(os.pathsep)

@@ -685,41 +685,33 @@ def start() -> Iterator[Callable[..., services.Server]]:
 
 
 @pytest.fixture
-def own_server(
-    request: pytest.FixtureRequest, start: Callable[..., services.Server]
-) -> Iterator[str]:
-    """Give the alias of a database with the tables, in a server whose settings a test may change.
-
-    A parameter is the settings that it starts with.
-    """
+def own(request: pytest.FixtureRequest, start: Callable[..., services.Server]) -> Iterator[str]:
+    """Give the alias of a database with the tables, in a server whose settings may be changed."""
     here("mariadb")
-    url = start(**getattr(request, "param", {})).url
-    connected = {**database(url), "TEST": connections.settings["mariadb"]["TEST"]}
+    server = start(**getattr(request, "param", {}))
+    connected = {**database(server.url), "TEST": connections.settings["mariadb"]["TEST"]}
     with alias_like("mariadb", **connected) as alias:
         migrate(alias)
         yield alias
-        for name in CHANGED:
+        for name in ("max_prepared_stmt_count", "read_only", "innodb_flush_log_at_trx_commit"):
             ask(alias, f"SET GLOBAL {name} = DEFAULT")
-        ask(alias, "DROP DATABASE distlock")
-        ask(alias, "CREATE DATABASE distlock")
+        for verb in ("DROP", "CREATE"):
+            ask(alias, f"{verb} DATABASE distlock")
 
 
-#: Settings that tests change.
-CHANGED = ("max_prepared_stmt_count", "read_only", "innodb_flush_log_at_trx_commit")
 ROLLS_BACK = pytest.mark.parametrize(
-    "own_server", [{"innodb_rollback_on_timeout": "ON"}], indirect=True, ids=["rolls back"]
+    "own", [{"innodb_rollback_on_timeout": "ON"}], indirect=True, ids=["rolls back"]
 )
 
 
 @pytest.mark.faults
 @ROLLS_BACK
-def test_rollback_on_timeout_changes_nothing(own_server: str, key: str) -> None:
+def test_rollback_on_timeout_changes_nothing(own: str, key: str) -> None:
     """Where a wait that ends takes its whole transaction with it, the answers are the same.
 
     A lock's transaction has written nothing before its last wait, and the caller's is another one.
     """
-    using = own_server
-    with store_on(using, key) as store:
+    with store_on(using := own, key) as store:
         backend, stranger = store.backend, store.stranger()
         assert store.ask("SELECT @@innodb_rollback_on_timeout") == [(1,)]
         ask(using, "CREATE TABLE diary (entry integer)")
@@ -743,12 +735,9 @@ def test_rollback_on_timeout_changes_nothing(own_server: str, key: str) -> None:
 @pytest.mark.faults
 @ROLLS_BACK
 @pytest.mark.parametrize("how", ["key", "guard"])
-def test_wait_that_rolls_the_callers_transaction_back_ends_it(
-    own_server: str, key: str, how: str
-) -> None:
+def test_wait_that_rolls_the_callers_transaction_back_ends_it(own: str, key: str, how: str) -> None:
     """Where it ends, nothing of the transaction goes on as if all of it were still there."""
-    using = own_server
-    with store_on(using, key) as store:
+    with store_on(using := own, key) as store:
         alias, stranger = store.registered.alias, store.stranger()
         ask(using, "CREATE TABLE diary (entry integer)")
         with distlock(key, backend=alias) as lease, transaction.atomic(using=using):
@@ -762,13 +751,10 @@ def test_wait_that_rolls_the_callers_transaction_back_ends_it(
         assert ask(using, "SELECT entry FROM diary") == []
 
 
-def test_server_that_prepares_no_more_statements_runs_them_at_once(
-    own_server: str, key: str
-) -> None:
+def test_server_that_prepares_no_more_statements_runs_them_at_once(own: str, key: str) -> None:
     """Their number is that of the whole server, and other programs have prepared them."""
-    using = own_server
-    ask(using, "SET GLOBAL max_prepared_stmt_count = 0")
-    with store_on(using, key) as store:
+    ask(own, "SET GLOBAL max_prepared_stmt_count = 0")
+    with store_on(using := own, key) as store:
 
         def errors() -> set[int]:
             with errors_on(using) as seen:
@@ -800,10 +786,10 @@ BACKUPS = {
 
 @pytest.mark.faults
 @pytest.mark.parametrize("kind", BACKUPS)
-def test_backup_of_the_whole_server_is_busy(own_server: str, key: str, kind: str) -> None:
+def test_backup_of_the_whole_server_is_busy(own: str, key: str, kind: str) -> None:
     """While a backup stops the server, nothing is granted and nobody waits beyond the bound."""
     begin, end = BACKUPS[kind]
-    with store_on(own_server, key) as store:
+    with store_on(own, key) as store:
         backend, stranger = store.backend, store.stranger()
         grant = take(backend, key)
         record = held(backend, key)
@@ -824,15 +810,13 @@ def test_backup_of_the_whole_server_is_busy(own_server: str, key: str, kind: str
 
 
 @pytest.mark.faults
-def test_transaction_locks_no_row_that_a_backup_keeps_from_being_made(
-    own_server: str, key: str
-) -> None:
+def test_transaction_locks_no_row_that_a_backup_keeps_from_being_made(own: str, key: str) -> None:
     """While the rows of a new key cannot be committed, no transaction has it."""
     begin, end = BACKUPS["block commit"]
-    with store_on(own_server, key) as store:
+    with store_on(own, key) as store:
 
         def lock() -> None:
-            with transaction.atomic(using=own_server):
+            with transaction.atomic(using=own):
                 transaction_lock(key, wait=0, backend=store.registered.alias)
 
         stranger = store.stranger()
@@ -871,16 +855,14 @@ def test_server_that_was_killed_comes_back_with_its_locks(key: str) -> None:
 
 
 @pytest.mark.faults
-def test_session_on_a_server_that_may_only_be_read_is_given_up(own_server: str, key: str) -> None:
+def test_session_on_a_server_that_may_only_be_read_is_given_up(own: str, key: str) -> None:
     """Behind a switch-over, a new one finds the server that took its place."""
-    with (
-        role(own_server, "GRANT ALL ON shop.* TO shop_app") as using,
-        store_on(using, key) as store,
-    ):
+    grant = "GRANT ALL ON shop.* TO shop_app"
+    with role(own, grant) as using, store_on(using, key) as store:
         backend: Any = store.backend
         sessions: list[Any] = []
         for read_only in (0, 1, 0):
-            ask(own_server, f"SET GLOBAL read_only = {read_only}")
+            ask(own, f"SET GLOBAL read_only = {read_only}")
             with suppress(BackendUnavailable):
                 take(backend, f"{key}-{len(sessions)}")
                 with backend._connections.use() as on:
@@ -889,12 +871,12 @@ def test_session_on_a_server_that_may_only_be_read_is_given_up(own_server: str, 
 
 
 @pytest.mark.faults
-def test_check_looks_at_the_durability_of_the_server(own_server: str) -> None:
+def test_check_looks_at_the_durability_of_the_server(own: str) -> None:
     """W105 where a commit does not wait for the disk, and nothing where it does."""
-    with locks_on(own_server):
+    with locks_on(own):
         for flush, warned in ((1, False), (2, True)):
-            ask(own_server, f"SET GLOBAL innodb_flush_log_at_trx_commit = {flush}")
-            found = checks.run_checks(tags=[checks.Tags.database], databases=[own_server])
+            ask(own, f"SET GLOBAL innodb_flush_log_at_trx_commit = {flush}")
+            found = checks.run_checks(tags=[checks.Tags.database], databases=[own])
             assert ("distlock.W105" in [each.id for each in found]) is warned
             assert not [each for each in found if each.is_serious()]
 
