@@ -767,9 +767,9 @@ def test_server_that_prepares_no_more_statements_runs_them_at_once(own: str, key
         ask(using, "SET GLOBAL max_prepared_stmt_count = 9")
         assert errors() == set()
         # What a proxy does that gives us another session.
-        (own,) = store.backend._connections._every  # type: ignore[attr-defined]
-        for name in prepared_by(own.connection):
-            own.connection.connection.cursor().execute(f"DEALLOCATE PREPARE {name}")
+        (session,) = store.backend._connections._every  # type: ignore[attr-defined]
+        for name in prepared_by(session.connection):
+            session.connection.connection.cursor().execute(f"DEALLOCATE PREPARE {name}")
         assert errors() == {NOT_PREPARED}
         assert errors() == set()
 
