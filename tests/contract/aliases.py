@@ -10,14 +10,14 @@ import secrets
 import sys
 import time
 import unittest
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from django.conf import settings
 from django.db import connections
-from django.test import override_settings
+from django.test import TestCase, override_settings
 from django.test.runner import DiscoverRunner
 
 from django_distlock import LockError
@@ -31,10 +31,15 @@ ALL = tuple(name for name in ("default", "sqlite", "mariadb") if name in setting
 Cases = Iterable[type[unittest.TestCase]]
 
 
-def for_each(aliases: Iterable[str], *bases: type[unittest.TestCase]) -> Cases:
-    """Make each class for each alias."""
-    for alias in aliases:
-        yield from (type(f"{each.__name__}_{alias}", (each,), {"alias": alias}) for each in bases)
+def for_each(databases: Mapping[str, str], *bases: type[unittest.TestCase]) -> Cases:
+    """Make each class for each alias of a store, which is kept in this database."""
+    for alias, using in databases.items():
+        for each in bases:
+            own: dict[str, Any] = {"alias": alias}
+            if not issubclass(each, TestCase):
+                # Behind each test, Django empties every database that its class has.
+                own["databases"] = {"default", using}
+            yield type(f"{each.__name__}_{alias}", (each,), own)
 
 
 def run_cases(mark: str, cases: Cases, look: Callable[[], dict[str, Any]] = dict) -> dict[str, Any]:
@@ -51,7 +56,9 @@ def run_cases(mark: str, cases: Cases, look: Callable[[], dict[str, Any]] = dict
         options["NAME"] = settings.DATABASES[name]["NAME"]
         options["TEST"]["NAME"] = f"{options['NAME']}_{mark}_{os.getpid()}"
     runner = DiscoverRunner(verbosity=0, interactive=False)
-    made = runner.setup_databases(aliases=set(ALL))
+    # Django's own apps need no migrations here.
+    with override_settings(MIGRATION_MODULES={"auth": None, "contenttypes": None}):
+        made = runner.setup_databases(aliases=set(ALL))
     try:
         result = unittest.TextTestRunner(report, warnings="error").run(suite)
         more = look()

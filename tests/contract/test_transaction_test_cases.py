@@ -25,7 +25,11 @@ from .aliases import ALL, for_each, run_cases
 from .helpers import PATIENCE, Later
 from .locking import rolled_back
 
-HERE = [each.alias for each in BACKENDS.values() if each.alias in settings.DISTLOCK]
+HERE = {
+    each.alias: each.using or "default"
+    for each in BACKENDS.values()
+    if each.alias in settings.DISTLOCK
+}
 
 
 def lock_for(alias: str, key: str, **more: Any) -> Lock:
@@ -110,7 +114,6 @@ class InTransactionTestCase(TransactionTestCase):
     """What works in a `TransactionTestCase`, where transactions are real."""
 
     __test__ = False
-    databases = set(ALL)
     alias = ""
 
     def test_key_waits_for_the_commit(self) -> None:

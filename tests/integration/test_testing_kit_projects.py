@@ -219,11 +219,7 @@ class InDatabaseInTransactionTestCase(InDatabase, TransactionTestCase):
 
 def run_test_cases() -> dict[str, Any]:
     """Be a test run."""
-    committing = [*for_each(STORES, InDatabaseInTransactionTestCase)]
-    for each in committing:
-        # Behind each test, Django empties every database that its class has.
-        each.databases = {STORES[each.alias]}  # type: ignore[attr-defined]
-    made_for = (*for_each(STORES, InDatabaseInTestCase), *committing)
+    made_for = for_each(STORES, InDatabaseInTestCase, InDatabaseInTransactionTestCase)
     plain = (InMemory, InMemoryInTestCase, InMemoryInTransactionTestCase)
     return run_cases("kit", (*plain, *made_for), left)
 
