@@ -862,7 +862,8 @@ MUTANTS = (
         "an alarm fires after the trouble has ended",
         "default", "django_distlock/contrib/monitoring/alerts.yml",
         old=r"\[2m\]\)\) > 2\n        for: 3m", new=r"[5m])) > 5\n        for: 5m",
-        test="tests/integration/test_metrics_alarms.py::test_alarms_fire_in_their_faults", case="",
+        test="tests/integration/test_metrics_alarms.py::test_no_alarm_in_a_healthy_hour", case="",
+        also="tests/integration/test_metrics_alarms.py::test_alarms_fire_in_their_faults",
     ),
     Mutant(
         "a waiting candidate for leader counts as a timeout",

@@ -169,9 +169,7 @@ def faulty(alarm: str, old: str = " ", new: str = " ") -> Hour:
     return {name.replace(old, new): values for name, values in series.items()}, fires
 
 
-HOURS: dict[str, Hour] = {
-    # An outage of 30 s, and a beat that stands by, wake nobody.
-    "healthy": (HEALTHY, {}),
+HOURS = {
     **{alarm: faulty(alarm) for alarm in FAULTS},
     # Schedules whose names begin with a field, `{tenant}:report` say, all have one prefix.
     "field": faulty("DistlockTickMissed", "schedule:nightly", "schedule"),
@@ -256,6 +254,11 @@ def test_each_alarm_has_its_fault() -> None:
     assert set(FAULTS) == set(ALARMS)
 
 
+def test_no_alarm_in_a_healthy_hour(promtool: str, tmp_path: Path) -> None:
+    """An outage of 30 s, and a beat that stands by, wake nobody."""
+    assert evaluate(promtool, tmp_path, {"healthy": (HEALTHY, {})}) == ""
+
+
 def test_alarms_fire_in_their_faults(promtool: str, tmp_path: Path) -> None:
-    """And no other ones, but those that see the same; none in an hour that is well."""
+    """And no other ones, but those that see the same."""
     assert evaluate(promtool, tmp_path, HOURS) == ""
