@@ -275,7 +275,9 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         with transaction.atomic(using=self._write_alias()):
             # Rows that have our fence are written, too: that locks them until the commit.
             self._mark(again=True)
-            rows = self._plain().filter(**{FENCE: self._by.fence})
+            # Others may add rows before the second statement, which our fence tells apart. Another
+            # key may have granted the same one.
+            rows = self._plain().filter(**{FENCE: self._by.fence}, **self._key_fields)
             return super(FencedQuerySet, rows).delete()
 
     update.alters_data = bulk_update.alters_data = True  # type: ignore[attr-defined]
@@ -350,7 +352,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
             rows = FencedQuerySet(self.model, using=self._write_alias()).filter(pk__in=found)
         rows = rows.order_by()
         if not again:
-            rows = rows.exclude(**{FENCE: by.fence})
+            rows = rows.exclude(**{FENCE: by.fence}, **self._key_fields)
         rows._by, rows._key_fields = by, self._key_fields
         return rows._write()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from django.apps import apps
 from django.core import checks
-from django.db import models
+from django.db import connections, models
 from django.db.models import F
 from django.test import override_settings
 from django.test.utils import isolate_apps
@@ -20,7 +20,7 @@ from django_distlock.fencing import Fence, FencedModel
 from django_distlock.fencing.keys import KeyTemplate
 from tests.backends import MEMORY
 from tests.contract.aliases import locks_on
-from tests.shop.models import Account, Named, Row, SubVault, Vault
+from tests.shop.models import Account, Folder, Named, Row, SubVault, Vault
 
 from .fenced_rows import stored
 
@@ -76,6 +76,28 @@ def test_lease_of_another_key_is_refused(using: str) -> None:
     for use in (lambda: row.save(lease=wrong), lambda: rows.fenced(wrong).update(value=2)):
         with pytest.raises(LockUsageError, match="belongs to"):
             use()
+    # Also where both keys have granted the same fence.
+    same = rows.fenced(Fence(wrong.key, 10)).filter(pk=row.pk)
+    for read in (same.get, same.count, same.exists, same.delete, lambda: [*same]):
+        with pytest.raises(LockUsageError, match="belongs to"):
+            read()
+    assert stored(row) == (3, 10)
+
+
+def test_row_that_another_key_adds_amid_a_delete_stays(using: str) -> None:
+    """Though both keys have granted the same fence."""
+    Folder(tenant=1, value=1).save(using=using, lease=Fence("tenant:1", 5))
+    theirs = Folder(tenant=2, value=1)
+
+    def between(execute: Any, sql: str, *more: Any) -> Any:
+        answer = execute(sql, *more)
+        if sql.startswith("UPDATE") and theirs.pk is None:
+            theirs.save(using=using, lease=Fence("tenant:2", 5))
+        return answer
+
+    with connections[using].execute_wrapper(between):
+        Folder.objects.using(using).fenced(Fence("tenant:1", 5)).filter(value=1).delete()
+    assert [*Folder.objects.using(using).values_list("tenant", "fence")] == [(2, 5)]
 
 
 def test_text_that_no_key_has(using: str, key: str) -> None:
