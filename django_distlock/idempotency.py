@@ -129,8 +129,10 @@ def idempotent(
                 login = gettext("An Idempotency-Key requires a login.")
                 known = gettext("An Idempotency-Key requires a known client.")
                 return _refusal(400, "no_owner", login if client is None else known)
-            place = request.get_host(), f"{view.__module__}.{view.__qualname__}"
-            name = _digest(*place, *owner, given)
+            # Several classes may inherit one method.
+            of = type(args[0]) if args and args[0] is not request else view
+            names = (f"{each.__module__}.{each.__qualname__}" for each in (view, of))
+            name = _digest(request.get_host(), *names, *owner, given)
             return _once(name, request, call, kept_for, max_body)
 
         return wrapper
@@ -184,7 +186,7 @@ def _once(
                 if status >= 500 or status in NOT_KEPT or transaction.get_rollback(using):
                     transaction.set_rollback(True, using)
                 else:
-                    _keep(made, response, max_body)
+                    _keep(made, response, kept_for, max_body)
                 return response
         # The row was committed since we looked, or is not yet. If a snapshot does not show it, or
         # the transaction around ours can do no more, the next request will find it.
@@ -202,7 +204,7 @@ def _once(
     return again
 
 
-def _keep(row: Any, response: Any, max_body: int) -> None:
+def _keep(row: Any, response: Any, kept_for: timedelta, max_body: int) -> None:
     if response.streaming or len(response.content) > max_body:
         what = "is streaming" if response.streaming else f"has {len(response.content)} bytes"
         raise LockUsageError(
@@ -215,7 +217,9 @@ def _keep(row: Any, response: Any, max_body: int) -> None:
     row.headers = {
         each: response.headers[each] for each in KEPT_HEADERS if each in response.headers
     }
-    row.save(update_fields=["status", "headers", "body"])
+    # The view may have taken longer than that, and would run again.
+    row.until = datetime.now(UTC) + kept_for
+    row.save(update_fields=["status", "headers", "body", "until"])
 
 
 def _finished(response: Any, request: Any) -> Any:
@@ -304,7 +308,8 @@ def _content(request: Any) -> Iterator[bytes | str]:
 def _digest(*parts: bytes | str) -> str:
     digest = hashlib.sha256()
     for part in parts:
-        raw = part if isinstance(part, bytes) else part.encode()
+        # JSON may have half of a character, and a client may be named by it.
+        raw = part if isinstance(part, bytes) else part.encode(errors="surrogatepass")
         digest.update(len(raw).to_bytes(8, "big") + raw)
     return digest.hexdigest()
 
