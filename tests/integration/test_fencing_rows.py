@@ -15,7 +15,7 @@ from django.db.transaction import TransactionManagementError
 from django_distlock import FenceRejected, LockUsageError, distlock
 from django_distlock.fencing import Fence
 from tests.contract.locking import held_elsewhere, rolled_back
-from tests.shop.models import Account, Row, Savings
+from tests.shop.models import Account, Named, Row, Savings
 
 from .fenced_rows import (
     NEW,
@@ -162,6 +162,18 @@ def test_fixture_does_not_lower_a_fence(using: str, key: str, tmp_path: Path) ->
         fixture.write_text(dumped.getvalue().replace("shop.account", model))
         call_command("loaddata", str(fixture), database=using, verbosity=0)
         assert stored(row) == (1, 6)
+
+
+@pytest.mark.parametrize("using", ["default", "sqlite"], indirect=True)
+def test_fixture_may_have_texts_that_no_key_has(using: str, tmp_path: Path) -> None:
+    """Nobody has locked such a row, and what was saved can be restored."""
+    # In NFC, which keys are in, each of them takes twelve bytes.
+    Named(name="\U0001d160" * 99, value=3).save(using=using)
+    fixture = tmp_path / "rows.json"
+    with fixture.open("w") as file:
+        call_command("dumpdata", "shop.Named", database=using, stdout=file)
+    call_command("loaddata", str(fixture), database=using, verbosity=0)
+    assert Named.objects.using(using).get().value == 3
 
 
 def test_fence_in_the_table_of_a_parent(using: str, key: str) -> None:
