@@ -115,6 +115,8 @@ class LockDashboard(ReadOnlyAdmin):
         """Redirect to the key if one backend knows it; else show what each backend knows."""
         key = request.GET.get("key", "")
         targets = [Target.of(Target(alias, key).text) for alias in lock_backends]
+        if not targets:
+            raise Http404
         pages = [(each, _looked_at(each, self._pages, tells_who=False)) for each in targets]
         found = [
             (self._pages.key(target), target, page)

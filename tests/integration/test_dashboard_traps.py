@@ -65,6 +65,13 @@ def test_narrower_permission_of_a_project_holds(
     assert lock_backends["postgres"].read(key) is not None
 
 
+def test_project_without_backends_has_no_keys(browser: Client) -> None:
+    """A search finds nothing there."""
+    with override_settings(DISTLOCK={}):
+        assert browser.get(LOCKS).status_code == 200
+        assert browser.get(f"{LOCKS}key/?backend=&key=x").status_code == 404
+
+
 def test_next_holder_is_not_the_one_that_was_seen(browser: Client, key: str) -> None:
     """What was confirmed is about the holder of the page before, and not about a later one."""
     store = lock_backends["postgres"]
