@@ -38,7 +38,7 @@ from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end
 from ..database.connections import rows_of
 from .fence import FenceCounterManager
 from .fence import refuse_lower_fence as refuse_lower_fence
-from .rows import StoreManager, between, only, remove
+from .rows import MOST, StoreManager, between, only, remove
 
 if TYPE_CHECKING:
     from ..models import FenceCounter, HeldLock
@@ -322,6 +322,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
     def _clean(self, after: str, before: datetime, limit: int) -> tuple[int, str | None]:
         """Remove the next records; return how many, and the last of them if there may be more."""
         over = self.filter(free_at__lte=before).order_by("pk")
+        limit = min(limit, MOST)
         names = list(over.filter(pk__gt=after).values_list("pk", flat=True)[:limit])
         # In a statement of its own: not every database can lock what LIMIT leaves.
         unlocked = over.select_for_update(skip_locked=True).filter(pk__in=names)

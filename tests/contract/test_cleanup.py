@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.managers import lock, rows
 
 from .helpers import KEEPS_EXPIRED, Later, held, listed, prompt, take
 from .locking import eventually
@@ -169,6 +170,28 @@ def test_notes_are_not_listed(backend: BaseLockBackend, key: str) -> None:
         take(each, f"{key}1")
         assert each.notes.get(key) == 7
         assert [name for name in listed(each, prefix) if key in name] == [f"{key}1"]
+
+
+@KEEPS_EXPIRED
+@pytest.mark.stores("sqlite", "postgresql", "mysql", why="its statements name no records")
+def test_statement_names_no_more_than_a_database_takes(
+    backend: BaseLockBackend, store: DatabaseStore, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the limit is: the cleanup goes on behind what was named."""
+    for each in (rows, lock):
+        monkeypatch.setattr(each, "MOST", 2)
+    sweep(backend, store)
+    for number in range(3):
+        backend.notes.put(f"{key}{number}", 7, 0.1)
+        take(backend, f"{key}{number}", 0.1)
+    assert eventually(lambda: backend.notes.get(f"{key}2") is None)
+    store.elapse(1.3)
+    before = datetime.now(UTC) + timedelta(days=1)
+    pages = list(iter(lambda: backend.cleanup(before, limit=100), 0))
+    assert sum(pages) >= 6
+    # PostgreSQL removes records by a statement that names none.
+    assert max(pages) <= (5 if store.registered.store == "postgresql" else 4)
+    assert not any(store.has_record(f"{key}{number}") for number in range(3))
 
 
 @pytest.mark.stores("sqlite", "postgresql", "mysql", why="its store removes notes itself")
