@@ -51,6 +51,16 @@ def test_record_expires_when_its_key_is_free(store: RedisStore, key: str, ttl: f
     assert expires_with_the_lock(store, key)
 
 
+def test_names_of_dead_sharers_go_with_the_last_one(store: RedisStore, key: str) -> None:
+    """Also where one of them, who had no expiry, has kept the names."""
+    endless = take(store.backend, key, None, permits=None)
+    take(store.backend, key, 0.1, permits=None)
+    store.elapse(1.3)
+    assert store.client.exists(store.at("shared", key))
+    assert store.backend.release(endless) is True
+    assert not store.client.exists(store.at("shared", key))
+
+
 def test_pause_expires_at_its_end(store: RedisStore, key: str) -> None:
     """Redis removes a pause when it is over; one that is over is not kept at all."""
     until = datetime.now(UTC) + timedelta(seconds=30)

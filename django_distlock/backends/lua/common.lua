@@ -196,6 +196,14 @@ end
 -- Remove the name of a sharer.
 local function drop_place(shared, place)
     redis.call('HDEL', shared, place)
+    if redis.call('PTTL', shared) == -1 then
+        -- A sharer without an expiry has kept the names of those that have died.
+        for _, each in ipairs(redis.call('HKEYS', shared)) do
+            if each ~= 'closed' and redis.call('EXISTS', each) == 0 then
+                redis.call('HDEL', shared, each)
+            end
+        end
+    end
     if redis.call('HLEN', shared) == redis.call('HEXISTS', shared, 'closed') then
         redis.call('DEL', shared)
     end
