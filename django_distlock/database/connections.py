@@ -472,6 +472,11 @@ class Worker:
         """Whether work is waiting or in progress."""
         return self._works or not self.queue.empty()
 
+    @property
+    def backlog(self) -> int:
+        """How much work waits, also for its time."""
+        return self.queue.qsize() + len(self.late)
+
     def start(self) -> None:
         """Start the thread if necessary. A finaliser must not call this."""
         if self._works_in == os.getpid():

@@ -304,7 +304,12 @@ _waiting = _Waiting()
 _worker = releases
 #: Calls receivers of signals, which may be slow, apart from the releases.
 teller = Worker("distlock-signals")
-before_drop.append(_worker.finish)
+#: Gives back what stores may have granted without an answer, apart from the releases: a store that
+#: is silent takes seconds for each.
+_unheard = Worker("distlock-unheard")
+#: How much of that waits at most. Behind it, a key may stay held for its ttl.
+MOST_UNHEARD = 1000
+before_drop += [_worker.finish, _unheard.finish]
 
 
 def defer(name: tuple[str, str], owner: Any, release: Callable[[], bool], thread: int = 0) -> bool:
@@ -422,6 +427,15 @@ def later(work: Callable[[], None], seconds: float = 0.0) -> None:
     _worker.put(work, seconds)
 
 
+def give_back_later(work: Callable[[], None], seconds: float = 0.0) -> bool:
+    """Do in a thread for that what may wait for a silent store; False: too much waits already."""
+    _unheard.start()
+    if _unheard.backlog >= MOST_UNHEARD:
+        return False
+    _unheard.put(work, seconds)
+    return True
+
+
 def tell_later(work: Callable[[], None]) -> None:
     """Send a signal in a thread for that, because its receivers may be slow."""
     teller.start()
@@ -433,6 +447,7 @@ def _forget_parent() -> None:
     _waiting.forget()
     _worker.forget()
     teller.forget()
+    _unheard.forget()
 
 
 in_child(_forget_parent)
