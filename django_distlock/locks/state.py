@@ -145,6 +145,8 @@ class Holding:
             and self.is_over()
             and not self.releasing
             and self.pid == os.getpid()
+            # Last: a release may have ended during this look.
+            and self.state == "held"
         ):
             self.state = "lost"
         return self.state == "lost"
@@ -324,7 +326,9 @@ class Holding:
             self.mutex.release()
         if lost is not None:
             self.end_keeping()
-            self.report_lost(lost, by_timer=True)
+            # The end of an interrupted block does not wait for a renewal that is under way.
+            if self.state == "lost" or self in held_here:
+                self.report_lost(lost, by_timer=True)
         elif lock_extended.has_listeners(type(self.store)):
             cause = answer if isinstance(answer, Exception) else None
             if cause is None and not isinstance(answer, Grant):

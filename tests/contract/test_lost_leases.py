@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -28,13 +29,15 @@ from django_distlock import (
 from django_distlock.core.clock import monotonic
 from django_distlock.core.records import UNKNOWN
 from django_distlock.handler import lock_backends
+from django_distlock.locks import taking
 from django_distlock.process.heartbeat import alarms, heartbeat_of
-from tests.backends import Registered
+from tests.backends import BACKENDS, Registered
 from tests.integration.wires import Wire
 
 from .aliases import alias_like
 from .heart_workers import loses
 from .helpers import NOISE, Later
+from .interrupting import interrupt_at
 from .locking import Heard, eventually, grantable, lock_of, receiving, take_away
 from .scripted import Script, ScriptedMemory
 from .test_lock_trouble import address, registered_options
@@ -604,3 +607,48 @@ def test_release_that_is_interrupted_does_not_hide_the_end(
             lease.release()
     assert lease.held
     assert eventually(lambda: lease.is_lost, timeout=3)
+
+
+def test_release_that_ends_amid_a_look_is_a_clean_one(key: str) -> None:
+    """Whoever looks behind the deadline has not lost what was released in time."""
+    lease = lock_of(BACKENDS["memory"], key).acquire()
+    holding: Any = lease._holding
+
+    def is_over() -> bool:
+        del holding.is_over
+        assert lease.release() is True
+        return True
+
+    holding.is_over = is_over
+    assert not lease.is_lost
+    assert lease.is_released
+
+
+def test_interrupted_end_amid_a_renewal_is_no_loss(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for the renewal, which then finds that the key is free."""
+    lock = lock_of(BACKENDS["memory"], key, ttl=0.6)
+    store, begun, goes_on = lock_backends["memory"], threading.Event(), threading.Event()
+    renew, told, answered = store.extend_many, Told(), threading.Event()
+
+    def slow(grants: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(20)
+        answered.set()
+        return renew(grants)
+
+    monkeypatch.setattr(store, "extend_many", slow)
+
+    def block() -> None:
+        with lock as lease:
+            lease.on_lost(told)
+            assert begun.wait(20)
+
+    with Heard(signals.lock_lost, key) as lost, Heard(signals.lock_released, key) as released:
+        assert interrupt_at(1, block, cast("FunctionType", taking.leave))
+        assert eventually(lambda: bool(released.facts))
+        goes_on.set()
+        assert answered.wait(20)
+        assert not eventually(lambda: bool(lost.facts or told.leases), 0.5)
+    assert [each["released"] for each in released.facts] == [True]
