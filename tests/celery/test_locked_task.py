@@ -1105,6 +1105,32 @@ def test_run_of_a_unique_task_leaves_no_block(app: Celery) -> None:
     assert set(blocks.every) == before
 
 
+def test_task_under_the_lease_of_its_sender_fails_if_that_is_lost(app: Celery) -> None:
+    """Also where both run in one process, and share the lease."""
+
+    @app.task(shared=False)
+    @locked_task("{number}", inherit=True, on_conflict="raise")
+    def child(number: int) -> None:
+        lease = current_lease()
+        assert lease
+        lock_backends["default"].force_release(f"{number}")
+        with suppress(LockLost):
+            lease.extend()
+
+    sent = []
+
+    @app.task(shared=False)
+    @locked_task("{number}", on_conflict="raise")
+    def parent(number: int) -> None:
+        lease = current_lease()
+        assert lease
+        sent.append(deliver(child, number, distlock_lease=lease.fence_token))
+
+    deliver(parent, 7)
+    with pytest.raises(LockLost):
+        app.AsyncResult(sent[0]).get()
+
+
 def test_unique_key_ends_though_the_run_did_not_hear_of_its_grant(app: Celery) -> None:
     """Taken over from the queue, it is nobody's if a soft time limit comes before the answer."""
 

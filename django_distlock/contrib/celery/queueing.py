@@ -341,6 +341,7 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
     if theirs is not None and theirs.held:
         with bound(theirs):
             yield theirs
+        _require_kept(theirs)
         return
     sent_at = store.monotonic()
     answer = store.extend(record.grant, record.ttl)
@@ -356,8 +357,14 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
     finally:
         with suppress(LockError):  # It is lost already.
             lease._let_go()
+    _require_kept(lease)
+
+
+def _require_kept(lease: Lease) -> None:
     if lease.is_lost:
-        raise LockLost(f"The lease on {key!r} ended before the task that worked under it.", key=key)
+        raise LockLost(
+            f"The lease on {lease.key!r} ended before the task that worked under it.", key=lease.key
+        )
 
 
 @contextmanager
