@@ -768,6 +768,23 @@ def test_serializer_of_another_task(app: Celery) -> None:
     assert kinds == ["application/json", "application/x-python-serialize", "application/json"]
 
 
+def test_task_that_is_queued_again_shows_no_more_of_its_arguments(app: Celery) -> None:
+    """Its sender may show something else instead of a secret."""
+
+    @app.task(shared=False, base=LockedTask, acks_late=True)
+    @locked_task("{number}")
+    def work(number: int) -> None: ...
+
+    lease = Later(distlock("7").acquire).result()
+    shown = {"argsrepr": "(***)", "kwargsrepr": "<hidden>"}
+    with queue_of(app) as next_message:
+        work.apply_async((7,), **shown)
+        deliver(work, 7, **next_message().headers)
+        again = next_message().headers
+    lease.release()
+    assert {name: again[name] for name in shown} == shown
+
+
 def test_options_of_celery_may_be_given_by_position(app: Celery) -> None:
     """In the order that Celery has them in."""
 

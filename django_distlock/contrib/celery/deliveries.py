@@ -282,8 +282,10 @@ def _kept(delivery: Delivery, pause: float) -> float:
 def _send(delivery: Delivery, pause: float, ours: dict[str, Any]) -> None:
     request = delivery.request
     headers = {**kept_headers(request), **ours, ATTEMPT: request.retries, OF: request.id}
+    # What a sender shows instead of secret arguments, which Celery's own retry loses.
+    shown = {name: getattr(request, name, None) for name in ("argsrepr", "kwargsrepr")}
     signature = delivery.task.signature_from_request(
-        request, countdown=pause, retries=request.retries, headers=headers
+        request, countdown=pause, retries=request.retries, headers=headers, **shown
     )
     try:
         signature.apply_async()
