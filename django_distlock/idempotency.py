@@ -108,6 +108,7 @@ def idempotent(
                 " transactions. Decorate a synchronous view.",
                 code="unsupported",
             )
+        of_class = _class_of(view)
         view = whole(view)
         client = _clients(key, view) if isinstance(key, str) else key
 
@@ -130,7 +131,7 @@ def idempotent(
                 known = gettext("An Idempotency-Key requires a known client.")
                 return _refusal(400, "no_owner", login if client is None else known)
             # Several classes may inherit one method.
-            of = type(args[0]) if args and args[0] is not request else view
+            of = type(args[0]) if args and args[0] is not request else of_class or view
             names = (f"{each.__module__}.{each.__qualname__}" for each in (view, of))
             name = _digest(request.get_host(), *names, *owner, given)
             return _once(name, request, call, kept_for, max_body)
@@ -138,6 +139,13 @@ def idempotent(
         return wrapper
 
     return decorate
+
+
+def _class_of(view: Any) -> type | None:
+    """Return the class that a view belongs to, where it tells."""
+    # `method_decorator` decorates bound methods, and `as_view()` names its class.
+    instance = getattr(getattr(view, "func", view), "__self__", None)
+    return getattr(view, "view_class", None) if instance is None else type(instance)
 
 
 def _request_of(view: View, *args: Any, **kwargs: Any) -> Any:

@@ -290,10 +290,43 @@ class PayingDifferently(Paying):
     """Another view, at the same address for who asks for another type."""
 
 
-def test_classes_with_one_method_share_no_key() -> None:
-    """Each is a view of its own."""
-    views = [each.as_view() for each in (Paying, PayingDifferently, Paying)]
-    assert [numbers(each, request()) for each in views] == [[1], [2], [1]]
+class Decorated(View):
+    """A view whose method is decorated as Django decorates methods."""
+
+    @method_decorator(idempotent())
+    def post(self, request: HttpRequest) -> HttpResponse:
+        """Pay."""
+        return pay(request)
+
+
+class DecoratedDifferently(Decorated):
+    """Another view."""
+
+
+class Undecorated(View):
+    """A view whose `as_view()` is decorated."""
+
+    def post(self, request: HttpRequest) -> HttpResponse:
+        """Pay."""
+        return pay(request)
+
+
+class UndecoratedToo(Undecorated):
+    """Another view."""
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Paying.as_view(), PayingDifferently.as_view()),
+        (Decorated.as_view(), DecoratedDifferently.as_view()),
+        (idempotent()(Undecorated.as_view()), idempotent()(UndecoratedToo.as_view())),
+    ],
+    ids=["method", "method_decorator", "as_view"],
+)
+def test_classes_share_no_key(one: Any, other: Any) -> None:
+    """Each is a view of its own, though they inherit one method."""
+    assert [numbers(each, request()) for each in (one, other, one)] == [[1], [2], [1]]
 
 
 def test_half_of_a_character_names_a_client() -> None:
