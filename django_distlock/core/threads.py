@@ -55,11 +55,12 @@ class Bell:
                 self._rung.get_nowait()
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is rung, `seconds` at most."""
+        """Wait until it is rung, `seconds` at most; that may be more than Python can wait for."""
+        seconds = min(max(0.0, seconds), threading.TIMEOUT_MAX)
         # One call of C gets the item and puts it back. Between two calls, a signal's exception
         # could lose the item.
         with suppress(Empty):
-            next(map(self.put, map(self._rung.get, (True,), (max(0.0, seconds),))))
+            next(map(self.put, map(self._rung.get, (True,), (seconds,))))
 
 
 class Underway:
