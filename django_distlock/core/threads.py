@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .durations import MAX_BOUND, Over, left
@@ -56,7 +57,7 @@ class Bell:
 
     def wait(self, seconds: float) -> None:
         """Wait until it is rung, `seconds` at most; that may be more than Python can wait for."""
-        seconds = min(max(0.0, seconds), threading.TIMEOUT_MAX)
+        seconds = min(max(0.0, seconds), TIMEOUT_MAX)
         # One call of C gets the item and puts it back. Between two calls, a signal's exception
         # could lose the item.
         with suppress(Empty):

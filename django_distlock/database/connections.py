@@ -545,6 +545,9 @@ class Worker:
 
 #: Releases leases of interrupted blocks, and those that have waited for a transaction.
 releases = Worker("distlock-releases")
+#: Gives back what stores may have granted without an answer, apart from the releases: a store that
+#: is silent takes seconds for each.
+unheard = Worker("distlock-unheard")
 
 
 def when_gone(watched: object, work: Callable[[], object]) -> Gone:

@@ -30,6 +30,7 @@ from ..database.connections import (
     releases,
     servers_isolation,
     transactions_of,
+    unheard,
     when_gone,
 )
 from .transaction_locks import kept_by
@@ -304,12 +305,9 @@ _waiting = _Waiting()
 _worker = releases
 #: Calls receivers of signals, which may be slow, apart from the releases.
 teller = Worker("distlock-signals")
-#: Gives back what stores may have granted without an answer, apart from the releases: a store that
-#: is silent takes seconds for each.
-_unheard = Worker("distlock-unheard")
-#: How much of that waits at most. Behind it, a key may stay held for its ttl.
+#: How much waits at most to be given back. Behind it, a key may stay held for its ttl.
 MOST_UNHEARD = 1000
-before_drop += [_worker.finish, _unheard.finish]
+before_drop += [_worker.finish, unheard.finish]
 
 
 def defer(name: tuple[str, str], owner: Any, release: Callable[[], bool], thread: int = 0) -> bool:
@@ -429,10 +427,10 @@ def later(work: Callable[[], None], seconds: float = 0.0) -> None:
 
 def give_back_later(work: Callable[[], None], seconds: float = 0.0) -> bool:
     """Do in a thread for that what may wait for a silent store; False: too much waits already."""
-    _unheard.start()
-    if _unheard.backlog >= MOST_UNHEARD:
+    unheard.start()
+    if unheard.backlog >= MOST_UNHEARD:
         return False
-    _unheard.put(work, seconds)
+    unheard.put(work, seconds)
     return True
 
 
@@ -447,7 +445,7 @@ def _forget_parent() -> None:
     _waiting.forget()
     _worker.forget()
     teller.forget()
-    _unheard.forget()
+    unheard.forget()
 
 
 in_child(_forget_parent)

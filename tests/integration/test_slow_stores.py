@@ -25,6 +25,7 @@ from django_distlock.core import durations
 from django_distlock.core.clock import monotonic
 from django_distlock.core.records import Grant
 from django_distlock.database.borrowing import TICK_SECONDS
+from django_distlock.database.connections import unheard
 from django_distlock.handler import lock_backends
 from django_distlock.locks.attempts import Attempts, Request, release_unanswered
 from django_distlock.process import deferred_release
@@ -193,7 +194,7 @@ def silent() -> Iterator[Any]:
     store.release = lambda grant: (store.asked.put(grant), store.ended.wait(20))
     yield store
     store.ended.set()
-    deferred_release._unheard.finish()
+    unheard.finish()
 
 
 def test_silent_store_delays_no_release_of_another(silent: Any, key: str) -> None:
@@ -215,4 +216,4 @@ def test_what_a_silent_store_keeps_waiting_is_bounded(
     now = datetime.now(UTC)
     for _ in range(10):
         release_unanswered(silent, Grant(key, "t", 1, 5.0, now, now))
-    assert deferred_release._unheard.backlog <= 3
+    assert unheard.backlog <= 3

@@ -371,6 +371,7 @@ class Worker:
     """Is a `Worker` of `database.connections`: does each thing in a thread of its own."""
 
     is_busy = False
+    backlog = 0
 
     def __init__(self) -> None:
         self.queue = self
