@@ -472,11 +472,6 @@ class Worker:
         """Whether work is waiting or in progress."""
         return self._works or not self.queue.empty()
 
-    @property
-    def backlog(self) -> int:
-        """How much work waits, also for its time."""
-        return self.queue.qsize() + len(self.late)
-
     def start(self) -> None:
         """Start the thread if necessary. A finaliser must not call this."""
         if self._works_in == os.getpid():
@@ -545,9 +540,6 @@ class Worker:
 
 #: Releases leases of interrupted blocks, and those that have waited for a transaction.
 releases = Worker("distlock-releases")
-#: Gives back what stores may have granted without an answer, apart from the releases: a store that
-#: is silent takes seconds for each.
-unheard = Worker("distlock-unheard")
 
 
 def when_gone(watched: object, work: Callable[[], object]) -> Gone:

@@ -509,33 +509,24 @@ def release_unanswered(backend: BaseLockBackend, grant: Grant) -> None:
     A server that has lost its client may still wait for two rows, for the bound each, and then
     grant the key after the first release.
     """
-    _give_back(backend, grant)
+    deferred_release.later(partial(_release_unheard, backend, grant))
     release_once_more(backend, grant)
 
 
 def release_once_more(backend: BaseLockBackend, grant: Grant) -> None:
     """Release once more, later, what the store may still grant to a token that was given up."""
-    _give_back(backend, grant, 2.5 * MAX_BOUND)
-
-
-def _give_back(backend: BaseLockBackend, grant: Grant, seconds: float = 0.0) -> None:
-    if not deferred_release.give_back_later(partial(_release_unheard, backend, grant), seconds):
-        _log_unheard(backend, grant)
+    deferred_release.later(partial(_release_unheard, backend, grant), 2.5 * MAX_BOUND)
 
 
 def _release_unheard(backend: BaseLockBackend, grant: Grant) -> None:
     try:
         backend.release(grant)
     except BackendUnavailable:
-        _log_unheard(backend, grant)
-
-
-def _log_unheard(backend: BaseLockBackend, grant: Grant) -> None:
-    logger.debug(
-        "%r may stay held for its ttl: the store is unavailable",
-        grant.key,
-        extra=log_fields("release_failed", backend=backend.alias, key=grant.key),
-    )
+        logger.debug(
+            "%r may stay held for its ttl: the store is unavailable",
+            grant.key,
+            extra=log_fields("release_failed", backend=backend.alias, key=grant.key),
+        )
 
 
 def endless(key: str, kept: str) -> LockUsageError:

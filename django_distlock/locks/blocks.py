@@ -25,7 +25,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
 from ..core.errors import LockError, LockUsageError
-from ..database.connections import has_gone, releases, unheard, when_gone
+from ..database.connections import has_gone, releases, when_gone
 from ..process import deferred_release
 from ..process.heartbeat import EXIT_PATIENCE, held_here
 
@@ -328,9 +328,8 @@ def _finish() -> None:
     # there is only in `every`.
     while any(gone() is None for gone in list(every.values())) and time.monotonic() < until:
         time.sleep(0.001)
-    # An attempt that had no answer leaves its release to them.
-    for worker in (releases, unheard):
-        worker.finish()
+    # Attempts that had no answer leave their release to the worker.
+    releases.finish()
 
 
 atexit.register(_finish)

@@ -30,7 +30,6 @@ from ..database.connections import (
     releases,
     servers_isolation,
     transactions_of,
-    unheard,
     when_gone,
 )
 from .transaction_locks import kept_by
@@ -305,9 +304,7 @@ _waiting = _Waiting()
 _worker = releases
 #: Calls receivers of signals, which may be slow, apart from the releases.
 teller = Worker("distlock-signals")
-#: How much waits at most to be given back. Behind it, a key may stay held for its ttl.
-MOST_UNHEARD = 1000
-before_drop += [_worker.finish, unheard.finish]
+before_drop.append(_worker.finish)
 
 
 def defer(name: tuple[str, str], owner: Any, release: Callable[[], bool], thread: int = 0) -> bool:
@@ -425,15 +422,6 @@ def later(work: Callable[[], None], seconds: float = 0.0) -> None:
     _worker.put(work, seconds)
 
 
-def give_back_later(work: Callable[[], None], seconds: float = 0.0) -> bool:
-    """Do in a thread for that what may wait for a silent store; False: too much waits already."""
-    unheard.start()
-    if unheard.backlog >= MOST_UNHEARD:
-        return False
-    unheard.put(work, seconds)
-    return True
-
-
 def tell_later(work: Callable[[], None]) -> None:
     """Send a signal in a thread for that, because its receivers may be slow."""
     teller.start()
@@ -445,7 +433,6 @@ def _forget_parent() -> None:
     _waiting.forget()
     _worker.forget()
     teller.forget()
-    unheard.forget()
 
 
 in_child(_forget_parent)

@@ -24,7 +24,6 @@ from django_distlock.backends.shelf import Shelf
 from django_distlock.compat import pglock
 from django_distlock.compat.pglock import advisory
 from django_distlock.core.keys import own_key
-from django_distlock.database.connections import releases, unheard
 from django_distlock.handler import lock_backends
 from django_distlock.leading import Leader, Leadership
 from django_distlock.locks import blocks, context, several, taking
@@ -304,8 +303,7 @@ def test_interrupted_acquire_leaves_what_the_transaction_has_kept_to_it(
         with atomic():
             block(lock)
             was_reached = interrupt_at(line, lambda: lock.acquire().release(), inside)
-            for worker in (releases, unheard):
-                worker.finish()
+            deferred_release._worker.finish()
             assert not grantable(replace(lock, wait=0)), line
         assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
         assert was_reached or line > 8

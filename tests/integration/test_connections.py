@@ -593,8 +593,8 @@ def _store(request: pytest.FixtureRequest, kind: str) -> Iterator[tuple[str, str
 
 def _workers() -> set[threading.Thread]:
     """Return the threads that a process keeps: for connections, releases and signals."""
-    kept = ("connections", "releases", "signals", "unheard")
-    return {each for each in threading.enumerate() if each.name in {f"distlock-{k}" for k in kept}}
+    kept = ("distlock-connections", "distlock-releases", "distlock-signals")
+    return {each for each in threading.enumerate() if each.name in kept}
 
 
 def _open(using: str) -> int:

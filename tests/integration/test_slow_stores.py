@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
-from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,17 +19,14 @@ from django_distlock import BackendUnavailable, Lease, Lock, LockError, LockNotA
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core import durations
 from django_distlock.core.clock import monotonic
-from django_distlock.core.records import Grant
 from django_distlock.database.borrowing import TICK_SECONDS
-from django_distlock.database.connections import unheard
 from django_distlock.handler import lock_backends
-from django_distlock.locks.attempts import Attempts, Request, release_unanswered
-from django_distlock.process import deferred_release
+from django_distlock.locks.attempts import Attempts, Request
 from django_distlock.process.host import current_holder
 from tests.backends import BACKENDS
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import PROMPT, Later
-from tests.contract.locking import eventually, grantable, lock_of, rolled_back
+from tests.contract.locking import lock_of
 from tests.contract.redis_clients import close, cluster_url
 
 from .databases import here
@@ -185,35 +178,3 @@ def _waiting(backend: BaseLockBackend, wait: float) -> Attempts:
             since=monotonic() - 1.5,
         ),
     )  # fmt: skip
-
-
-@pytest.fixture
-def silent() -> Iterator[Any]:
-    """Give a store that does not answer a release until the test ends, and notes who asked."""
-    store = SimpleNamespace(alias="silent", asked=SimpleQueue[Grant](), ended=threading.Event())
-    store.release = lambda grant: (store.asked.put(grant), store.ended.wait(20))
-    yield store
-    store.ended.set()
-    unheard.finish()
-
-
-def test_silent_store_delays_no_release_of_another(silent: Any, key: str) -> None:
-    """What it may have granted is given back in a thread for that."""
-    now = datetime.now(UTC)
-    release_unanswered(silent, Grant(key, "t", 1, 5.0, now, now))
-    assert silent.asked.get(timeout=10).key == key
-    lock = lock_of(BACKENDS["memory"], key)
-    with rolled_back(), lock:
-        pass
-    assert eventually(lambda: grantable(lock), timeout=10)
-
-
-def test_what_a_silent_store_keeps_waiting_is_bounded(
-    silent: Any, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each attempt without an answer would leave two more calls."""
-    monkeypatch.setattr(deferred_release, "MOST_UNHEARD", 3)
-    now = datetime.now(UTC)
-    for _ in range(10):
-        release_unanswered(silent, Grant(key, "t", 1, 5.0, now, now))
-    assert unheard.backlog <= 3

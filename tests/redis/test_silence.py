@@ -170,7 +170,7 @@ def test_grant_behind_both_releases_ends_by_its_ttl(
     backend = backend_on(url)
     _warm(backend, key)
     # Both releases find the server silent.
-    monkeypatch.setattr(deferred_release, "give_back_later", lambda work, _seconds: not work())
+    monkeypatch.setattr(deferred_release, "later", lambda work, seconds=0.0: work())
     request = Request(
         key=key, ttl=1.0, wait=0.0, holder=current_holder(), retry=backend.config.retry
     )

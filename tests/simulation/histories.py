@@ -86,7 +86,6 @@ def simulated() -> Iterator[None]:
         worker = Worker()
         patch.setattr(own_connections, "releases", worker)
         patch.setattr(deferred_release, "_worker", worker)
-        patch.setattr(deferred_release, "unheard", worker)
         patch.setattr(deferred_release, "teller", worker)
         patch.setattr(state, "apart", _apart)
         patch.setattr(state, "alarms", _Alarms())

@@ -371,7 +371,6 @@ class Worker:
     """Is a `Worker` of `database.connections`: does each thing in a thread of its own."""
 
     is_busy = False
-    backlog = 0
 
     def __init__(self) -> None:
         self.queue = self
