@@ -108,7 +108,7 @@ def idempotent(
                 " transactions. Decorate a synchronous view.",
                 code="unsupported",
             )
-        of_class = _class_of(view)
+        view_class = _class_of(view)
         view = whole(view)
         client = _clients(key, view) if isinstance(key, str) else key
 
@@ -131,8 +131,8 @@ def idempotent(
                 known = gettext("An Idempotency-Key requires a known client.")
                 return _refusal(400, "no_owner", login if client is None else known)
             # Several classes may inherit one method.
-            of = type(args[0]) if args and args[0] is not request else of_class or view
-            names = (f"{each.__module__}.{each.__qualname__}" for each in (view, of))
+            owning = type(args[0]) if args and args[0] is not request else view_class or view
+            names = (f"{each.__module__}.{each.__qualname__}" for each in (view, owning))
             name = _digest(request.get_host(), *names, *owner, given)
             return _once(name, request, call, kept_for, max_body)
 
@@ -225,7 +225,7 @@ def _keep(row: Any, response: Any, kept_for: timedelta, max_body: int) -> None:
     row.headers = {
         each: response.headers[each] for each in KEPT_HEADERS if each in response.headers
     }
-    # The view may have taken longer than that, and would run again.
+    # Counted from here: a view that takes longer than `keep` would run again.
     row.until = datetime.now(UTC) + kept_for
     row.save(update_fields=["status", "headers", "body", "until"])
 

@@ -257,7 +257,7 @@ def _keep_fence(instance: FencedModel, using: str, raw: bool, **_: Any) -> None:
     concrete: Any = instance._meta.concrete_model
     if raw and concrete._meta.get_field(FENCE) in concrete._meta.local_fields:
         template = template_of(type(instance))
-        # Its text may be too long for a key: then nobody locks it.
+        # Its values are looked at, and not its key: a text may be too long for one.
         if template is not None and None in template.values(instance).values():
             instance.fence = 0  # Its key will be new, so nobody can have locked it before.
             return

@@ -275,8 +275,8 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         with transaction.atomic(using=self._write_alias()):
             # Rows that have our fence are written, too: that locks them until the commit.
             self._mark(again=True)
-            # Others may add rows before the second statement, which our fence tells apart. Another
-            # key may have granted the same one.
+            # Others may add rows before the second statement. They have another fence, or belong to
+            # another key, which may have granted the same fence.
             rows = self._plain().filter(**{FENCE: self._by.fence}, **self._key_fields)
             return super(FencedQuerySet, rows).delete()
 

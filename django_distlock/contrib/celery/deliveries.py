@@ -282,7 +282,7 @@ def _kept(delivery: Delivery, pause: float) -> float:
 def _send(delivery: Delivery, pause: float, ours: dict[str, Any]) -> None:
     request = delivery.request
     headers = {**kept_headers(request), **ours, ATTEMPT: request.retries, OF: request.id}
-    # What a sender shows instead of secret arguments, which Celery's own retry loses.
+    # What the sender shows in logs and events, instead of arguments that are secret.
     shown = {name: getattr(request, name, None) for name in ("argsrepr", "kwargsrepr")}
     signature = delivery.task.signature_from_request(
         request, countdown=pause, retries=request.retries, headers=headers, **shown
