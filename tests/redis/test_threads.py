@@ -189,7 +189,7 @@ def test_settings_that_change_close_the_connections(private: Server, client: Any
         lease = distlock(key).acquire()
         old = lock_backends["default"]
         assert connections(client) == 1
-    assert connections(client) == 0
+    eventually(lambda: connections(client) == 0, "the connections are closed")
     assert lease.release() is True
     assert old.read(key) is None
-    assert connections(client) == 0
+    eventually(lambda: connections(client) == 0, "the connections are closed")
