@@ -472,6 +472,11 @@ class Worker:
         """Whether work is waiting or in progress."""
         return self._works or not self.queue.empty()
 
+    @property
+    def backlog(self) -> int:
+        """How much work is waiting that is not for later."""
+        return self.queue.qsize()
+
     def start(self) -> None:
         """Start the thread if necessary. A finaliser must not call this."""
         if self._works_in == os.getpid():
@@ -538,8 +543,49 @@ class Worker:
                 heapq.heappush(self.late, found)
 
 
+class Releases(Worker):
+    """A worker with a thread for each backend besides: a silent store delays no other."""
+
+    def forget(self) -> None:
+        """Forget all work, and the threads of the parent."""
+        super().forget()
+        # Only the thread itself adds to them.
+        self._of_backends: dict[str, Worker] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether work is waiting or in progress, also that of a backend."""
+        # In this order: what is handed over in between is found there.
+        return super().is_busy or any(each.is_busy for each in list(self._of_backends.values()))
+
+    def finish(self) -> None:
+        """Wait until all queued work is done, for a second at most, and one for each backend."""
+        super().finish()
+        for each in list(self._of_backends.values()):
+            each.finish()
+
+    def apart(self, backend: str, work: Callable[[], object], most: float = math.inf) -> bool:
+        """Do work in the thread of a backend; False: as much as `most` is waiting there already.
+
+        Only this worker's own thread calls it.
+        """
+        worker = self._of_backends.get(backend)
+        if worker is None:
+            worker = self._of_backends[backend] = Worker(f"distlock-releases-{backend}")
+        try:
+            worker.start()
+        except RuntimeError:
+            # No thread can be started: the interpreter is exiting, or there are too many.
+            work()
+            return True
+        if worker.backlog >= most:
+            return False
+        worker.put(work)
+        return True
+
+
 #: Releases leases of interrupted blocks, and those that have waited for a transaction.
-releases = Worker("distlock-releases")
+releases = Releases("distlock-releases")
 
 
 def when_gone(watched: object, work: Callable[[], object]) -> Gone:

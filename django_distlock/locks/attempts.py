@@ -53,6 +53,10 @@ NOTE_TRIED_AGAIN = 5.0
 #: A note takes as long as so many attempts: it opens a connection and a transaction.
 NOTE_COSTS = 10
 
+#: How much waits at most for the thread of a backend before it is given up what may be granted
+#: without an answer: a silent store takes seconds for each. Behind it, a key expires by itself.
+MOST_UNHEARD = 1000
+
 #: Called when a caller begins to wait, also in the thread of an event loop: these must not block.
 when_waiting: list[Callable[[], None]] = []
 
@@ -509,24 +513,37 @@ def release_unanswered(backend: BaseLockBackend, grant: Grant) -> None:
     A server that has lost its client may still wait for two rows, for the bound each, and then
     grant the key after the first release.
     """
-    deferred_release.later(partial(_release_unheard, backend, grant))
+    _give_back(backend, grant)
     release_once_more(backend, grant)
 
 
 def release_once_more(backend: BaseLockBackend, grant: Grant) -> None:
     """Release once more, later, what the store may still grant to a token that was given up."""
-    deferred_release.later(partial(_release_unheard, backend, grant), 2.5 * MAX_BOUND)
+    _give_back(backend, grant, 2.5 * MAX_BOUND)
+
+
+def _give_back(backend: BaseLockBackend, grant: Grant, seconds: float = 0.0) -> None:
+    def apart() -> None:
+        work = partial(_release_unheard, backend, grant)
+        if not deferred_release.apart(backend.alias, work, MOST_UNHEARD):
+            _log_unheard(backend, grant)
+
+    deferred_release.later(apart, seconds)
 
 
 def _release_unheard(backend: BaseLockBackend, grant: Grant) -> None:
     try:
         backend.release(grant)
     except BackendUnavailable:
-        logger.debug(
-            "%r may stay held for its ttl: the store is unavailable",
-            grant.key,
-            extra=log_fields("release_failed", backend=backend.alias, key=grant.key),
-        )
+        _log_unheard(backend, grant)
+
+
+def _log_unheard(backend: BaseLockBackend, grant: Grant) -> None:
+    logger.debug(
+        "%r may stay held for its ttl: the store is unavailable",
+        grant.key,
+        extra=log_fields("release_failed", backend=backend.alias, key=grant.key),
+    )
 
 
 def endless(key: str, kept: str) -> LockUsageError:

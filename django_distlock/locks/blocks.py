@@ -90,6 +90,12 @@ class Block:
 
     def _end(self) -> None:
         """Release what a block holds whose sentinel has died."""
+        if self.name is None:
+            self._release()  # It has not asked for anything yet.
+        else:
+            deferred_release.apart(self.name[0], self._release)
+
+    def _release(self) -> None:
         # The caller may be the weak reference of an earlier sentinel, kept alive by somebody who
         # iterated over all blocks. Then the block has closed, or has another sentinel by now.
         if self not in every or self.is_open or self in _giving_up:

@@ -7,6 +7,7 @@ calls hooks at a commit; at a rollback it only drops them. Both lead to the rele
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
@@ -184,7 +185,7 @@ class Deferred:
                 connection.in_atomic_block or is_manual(connection)
             ):
                 end.is_over = True
-                _worker.put(self.release_if_over)
+                _worker.put(self._release_apart)
 
     def _poll(self) -> None:
         """Poll, because Django's hooks miss the end of a transaction that it does not manage."""
@@ -209,7 +210,7 @@ class Deferred:
         """Undo a claim; the transactions may have ended meanwhile."""
         self.unclaim()
         if self.is_over:
-            _worker.put(self.release_if_over)
+            _worker.put(self._release_apart)
 
     def end(self) -> None:
         """Undo a claim, and release at once: the lease is gone from the store."""
@@ -236,13 +237,16 @@ class Deferred:
             # A transaction has locked the record. Later blocks must not wait for that.
             self.done.ring()
             self.unclaim()
-            later(self.release_if_over, MAX_BOUND)
+            later(self._release_apart, MAX_BOUND)
+
+    def _release_apart(self) -> None:
+        apart(self._name[0], self.release_if_over)
 
     def _dropped(self, claim: object) -> None:
         """Handle a dropped hook: the transaction was rolled back, or its release interrupted."""
         if self._claimed_by is claim:
             self.unclaim()
-        self.release_if_over()
+        self._release_apart()
 
 
 class _End:
@@ -420,6 +424,11 @@ def later(work: Callable[[], None], seconds: float = 0.0) -> None:
     """Let the worker's thread do something, after some seconds."""
     _worker.start()
     _worker.put(work, seconds)
+
+
+def apart(backend: str, work: Callable[[], None], most: float = math.inf) -> bool:
+    """Do work of the worker in the thread of a backend: see `Releases.apart`."""
+    return _worker.apart(backend, work, most)
 
 
 def tell_later(work: Callable[[], None]) -> None:

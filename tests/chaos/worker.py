@@ -64,7 +64,8 @@ SWITCHES = 0.0001
 #: Threads that may stay, by how their names begin: how many of each. Each node of a cluster has one
 #: for wake-ups.
 MAY_STAY = {
-    "distlock-heartbeat": 1, "distlock-alarms": 1, "distlock-releases": 1, "distlock-signals": 1,
+    "distlock-heartbeat": 1, "distlock-alarms": 1, "distlock-signals": 1,
+    "distlock-releases-": 1, "distlock-releases": 1,
     "distlock-connections": 1, "distlock-wake-ups": 1, "distlock-redis-wakeups": 1,
     "distlock-redis_cluster-wakeups": 3,
     "distlock-": 33, "asyncio_": 1, "Timer": 2,

@@ -594,7 +594,7 @@ def _store(request: pytest.FixtureRequest, kind: str) -> Iterator[tuple[str, str
 def _workers() -> set[threading.Thread]:
     """Return the threads that a process keeps: for connections, releases and signals."""
     kept = ("distlock-connections", "distlock-releases", "distlock-signals")
-    return {each for each in threading.enumerate() if each.name in kept}
+    return {each for each in threading.enumerate() if each.name.startswith(kept)}
 
 
 def _open(using: str) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,14 +23,19 @@ from django_distlock import BackendUnavailable, Lease, Lock, LockError, LockNotA
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core import durations
 from django_distlock.core.clock import monotonic
+from django_distlock.core.records import Grant
 from django_distlock.database.borrowing import TICK_SECONDS
+from django_distlock.database.connections import releases
 from django_distlock.handler import lock_backends
-from django_distlock.locks.attempts import Attempts, Request
+from django_distlock.locks import attempts
+from django_distlock.locks.attempts import Attempts, Request, release_unanswered
+from django_distlock.locks.blocks import Block
+from django_distlock.process import deferred_release
 from django_distlock.process.host import current_holder
 from tests.backends import BACKENDS
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import PROMPT, Later
-from tests.contract.locking import lock_of
+from tests.contract.locking import eventually, grantable, lock_of, rolled_back
 from tests.contract.redis_clients import close, cluster_url
 
 from .databases import here
@@ -178,3 +187,80 @@ def _waiting(backend: BaseLockBackend, wait: float) -> Attempts:
             since=monotonic() - 1.5,
         ),
     )  # fmt: skip
+
+
+class Silent:
+    """A store that answers no release until the test ends."""
+
+    alias = "silent"
+
+    def __init__(self) -> None:
+        self.was_asked, self.ended = threading.Event(), threading.Event()
+        self.asked = 0
+
+    def release(self, *_: object) -> bool:
+        """Wait for the end of the test."""
+        self.asked += 1
+        self.was_asked.set()
+        return self.ended.wait(30)
+
+
+@pytest.fixture
+def silent() -> Iterator[Any]:
+    """Give a store that does not answer, with a thread of its own for what is released there."""
+    store = Silent()
+    yield store
+    store.ended.set()
+    releases.finish()
+
+
+def _unanswered(silent: Any, key: str) -> None:
+    now = datetime.now(UTC)
+    release_unanswered(silent, Grant(key, "t", 1, 5.0, now, now))
+
+
+def _rolled_back(silent: Any, key: str) -> None:
+    owner = SimpleNamespace(terms=SimpleNamespace(hold=False), lasts=True)
+    with rolled_back():
+        assert deferred_release.defer((silent.alias, key), owner, silent.release)
+
+
+def _interrupted(silent: Any, key: str) -> None:
+    block = Block(None)
+    block.name = silent.alias, key
+    holding = SimpleNamespace(token="t")
+    block.release = SimpleNamespace(holding=holding, end_left_block=silent.release)
+    block.watched()  # Nobody keeps what it returns.
+
+
+@pytest.mark.parametrize("leave", [_unanswered, _rolled_back, _interrupted])
+def test_silent_store_delays_no_release_of_another(
+    silent: Any, key: str, leave: Callable[[Any, str], None]
+) -> None:
+    """Each backend has a thread for what it owes its store."""
+    leave(silent, key)
+    assert silent.was_asked.wait(10)
+    lock = lock_of(BACKENDS["memory"], key)
+    with rolled_back(), lock:
+        pass
+    assert eventually(partial(grantable, lock), timeout=10)
+
+
+def test_what_a_silent_store_keeps_waiting_is_bounded(
+    silent: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt without an answer would leave two more calls: what is too much expires."""
+    monkeypatch.setattr(attempts, "MOST_UNHEARD", 3)
+    _unanswered(silent, key)
+    assert silent.was_asked.wait(10)
+    for _ in range(10):
+        _unanswered(silent, key)
+    # Behind these ten, the thread has another task for the backend.
+    _rolled_back(silent, key)
+    lock = lock_of(BACKENDS["memory"], key)
+    with rolled_back(), lock:
+        pass
+    assert eventually(partial(grantable, lock), timeout=10)
+    silent.ended.set()
+    releases.finish()
+    assert silent.asked == 1 + 3 + 1

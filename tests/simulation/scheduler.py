@@ -381,6 +381,11 @@ class Worker:
     def finish(self) -> None:
         """Have nothing that is waited for."""
 
+    def apart(self, backend: str, work: Any, most: float = math.inf) -> bool:
+        """Do something in a thread as any other."""
+        self.put(work)
+        return True
+
     def put(self, work: Any, seconds: float = 0.0) -> None:
         """Do something."""
         strand = _thread()

@@ -31,6 +31,7 @@ from ...locks import taking
 from ...locks.attempts import Granted, release_unanswered
 from ...locks.lease import Lease
 from ...locks.state import Terms as Kept
+from ...process import deferred_release
 from ...signals import lock_acquired, tell
 from ..jobs import WAIT, JobLock
 from .deliveries import OF
@@ -171,7 +172,7 @@ def publish(send: Callable[..., Any], header: str, claim: Claim, options: dict[s
 
 def _give_up(lock: JobLock, grant: Grant) -> None:
     if _unsent.pop(grant.token, None) is not None:
-        give_back(lock, grant)
+        deferred_release.apart(lock.backend, partial(give_back, lock, grant))
 
 
 def give_back(lock: JobLock, grant: Grant) -> None:
