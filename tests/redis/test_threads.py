@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import redis
 from django.test import override_settings
 
 from django_distlock import distlock, lock_backends
@@ -193,3 +195,17 @@ def test_settings_that_change_close_the_connections(private: Server, client: Any
     assert lease.release() is True
     assert old.read(key) is None
     eventually(lambda: connections(client) == 0, "the connections are closed")
+
+
+def test_backend_leaves_no_pool_to_the_collector(private: Server) -> None:
+    """A pool's finaliser is Python code: amid locks, it would swallow what Ctrl-C raises."""
+
+    def pools() -> set[int]:
+        return {id(each) for each in gc.get_objects() if isinstance(each, redis.ConnectionPool)}
+
+    gc.collect()
+    backend = backend_on(private.url)
+    made = pools()
+    gc.collect()
+    assert pools() == made
+    assert backend.read("k") is None

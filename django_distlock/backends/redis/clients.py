@@ -294,7 +294,10 @@ def _from_factory(factory: object) -> Callable[[], Any]:
 
 def _fixed(client: Any) -> Callable[[], Any]:
     made = own_client(client, "Its client")
-    return lambda: made
+    # The other one is kept: the finaliser of its pool, which is Python code, would run amid locks,
+    # and swallow the exception of a signal's handler.
+    both = client, made
+    return lambda: both[1]
 
 
 def address_of(given: Mapping[str, Any]) -> dict[str, Any]:
