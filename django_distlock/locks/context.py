@@ -122,11 +122,14 @@ def _successor(
         if kept.given_up:
             return None
         sent_at = store.monotonic()
-        until = min(kept.deadline, sent_at + wait)
+        until, ttl = min(kept.deadline, sent_at + wait), terms.ttl
+        # Nothing renews it until the transaction ends, so what is left of it is not cut short.
+        if ttl is not None and terms.basic and not kept.is_renewed:
+            ttl = None if kept.deadline == math.inf else max(ttl, kept.deadline - sent_at)
 
         def question(bound: float) -> Grant | Unknown | None:
-            kept.shorten(store.monotonic() + kept.counted(terms.ttl))
-            return ask_to_extend(kept, terms.ttl, bound)
+            kept.shorten(store.monotonic() + kept.counted(ttl))
+            return ask_to_extend(kept, ttl, bound)
 
         answer = durations.spend(end, insist, store, question, until, terms.retry)
         if answer is None:

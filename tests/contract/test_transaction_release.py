@@ -361,6 +361,21 @@ def test_lease_that_a_transaction_keeps_is_renewed_whoever_goes_on_with_it(
         assert lease.release()
 
 
+@pytest.mark.requires("supports_ttl")
+@pytest.mark.parametrize("ttl", [None, 60])
+def test_block_that_is_not_renewed_shortens_nothing(
+    registered: Registered, key: str, ttl: float | None
+) -> None:
+    """The transaction keeps the key for what the block before it was to keep it for."""
+    with transaction.atomic():
+        with lock_of(registered, key, basic=True, ttl=ttl):
+            pass
+        with lock_of(registered, key, basic=True, ttl=0.5) as lease:
+            assert lease.remaining() > 40
+        assert not grantable(lock_of(registered, key, wait=0))
+    assert eventually(lambda: grantable(lock_of(registered, key, wait=0)))
+
+
 @pytest.mark.parametrize("permits", [1, 2])
 def test_blocks_behind_a_lease_that_was_taken_away_go_on_with_the_next_one(
     registered: Registered, key: str, permits: int
