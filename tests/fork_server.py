@@ -29,6 +29,10 @@ from typing import Any
 
 import django
 
+from . import ending
+
+#: The program of the first fork server, which says first what its children do last.
+SERVER = "import sys, tests.ending, tests.fork_server as it; it.main(sys.argv[1])"
 #: What most processes of tests import, and what reads no settings while it is imported.
 AHEAD = (
     "django.contrib.admin.options",
@@ -104,7 +108,7 @@ def fork(
 
 def _start(environment: dict[str, str], orders: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "tests.fork_server", str(orders.fileno())],
+        [sys.executable, "-u", "-c", SERVER, str(orders.fileno())],
         env=environment,
         cwd=Path(__file__).parent.parent,
         stdin=subprocess.DEVNULL,
@@ -307,7 +311,13 @@ def _serve(orders: socket.socket) -> None:
     faulthandler.register(signal.SIGALRM, chain=True)
     signal.alarm(LIFETIME_SECONDS)
     module, _, name = function.partition(":")
-    getattr(import_module(module), name)(*arguments)
+    try:
+        getattr(import_module(module), name)(*arguments)
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            ending.status = (ended.code or 0) % 256
+        raise
+    ending.status = 0
 
 
 def main(descriptor: str) -> None:
@@ -316,7 +326,3 @@ def main(descriptor: str) -> None:
     for name in (*AHEAD, *(CELERY_AHEAD if is_for_celery else ())):
         import_module(name)
     _serve(socket.socket(fileno=int(descriptor)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -32,11 +32,14 @@ import django
 from django.core.management import execute_from_command_line
 from django.db import connections
 
+from .ending import WHOLE
 from .fork_server import LIFETIME_SECONDS, Forked, fork
 
 RESULT = "result: "
 #: A function for `manage`.
 BE_PYTHON = f"{__name__}:python"
+#: For a test about the end of the interpreter: see `tests.ending`.
+WHOLE_END = {WHOLE: "1"}
 
 
 def spawn(target: str, *arguments: Any, **environment: str) -> Process:

@@ -32,7 +32,7 @@ from django_distlock.locks.several import LockSet
 from django_distlock.process import deferred_release
 from django_distlock.process.heartbeat import alarms, heartbeat_of, held_here
 from tests.backends import BACKENDS, Registered
-from tests.processes import spawn
+from tests.processes import WHOLE_END, spawn
 
 from . import interrupting
 from .helpers import Later
@@ -529,13 +529,13 @@ def raise_in_the_end_of(lease: Lease) -> None:
 )
 def test_acquire_that_is_interrupted_at_the_very_end_is_given_up(leave: str, said: str) -> None:
     """The interpreter waits for the thread that does it, which is slow here."""
-    with spawn(f"tests.contract.lock_workers:{leave}") as worker:
+    with spawn(f"tests.contract.lock_workers:{leave}", **WHOLE_END) as worker:
         worker.wait_for(said)
 
 
 def test_interrupted_acquire_is_given_up_where_no_thread_starts() -> None:
     """At the end of the interpreter, or with too many threads: here, and once."""
-    with spawn("tests.contract.lock_workers:leave_while_no_thread_starts") as worker:
+    with spawn("tests.contract.lock_workers:leave_while_no_thread_starts", **WHOLE_END) as worker:
         assert worker.result() == {"is_ended": True, "runs": True, "given_up": 1}
 
 
@@ -545,7 +545,7 @@ def test_ctrl_c_amid_a_loop_leaves_the_key_free(registered: Registered, key: str
     lock = lock_of(registered, key, wait=0)
     for number in range(5):
         with spawn(
-            "tests.contract.lock_workers:take_until_interrupted", registered.alias, key
+            "tests.contract.lock_workers:take_until_interrupted", registered.alias, key, **WHOLE_END
         ) as worker:
             worker.wait_for("at work")
             time.sleep(0.005 * number)

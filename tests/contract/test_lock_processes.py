@@ -13,7 +13,7 @@ from django_distlock import BackendUnavailable, Lease, Lock
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.conftest import DECLARED
-from tests.processes import Process, spawn
+from tests.processes import WHOLE_END, Process, spawn
 
 from .helpers import HAS_TTL, SHARED, Later
 from .locking import eventually, grantable, lock_of, taken
@@ -30,7 +30,7 @@ def test_normal_exit_gives_back_what_is_held(
     lock: Lock, registered: Registered, key: str, how: str
 ) -> None:
     """The end of the interpreter releases, be it by return or by `sys.exit`, of any thread."""
-    with spawn(f"{WORKERS}:hold_to_the_end", registered.alias, key, how) as worker:
+    with spawn(f"{WORKERS}:hold_to_the_end", registered.alias, key, how, **WHOLE_END) as worker:
         worker.wait_for("held")
         assert worker.popen.wait(timeout=20) == (3 if how == "exit" else 0)
     assert not taken(lock)
@@ -42,7 +42,9 @@ def test_thread_that_still_works_at_the_exit_keeps_its_key(
     lock: Lock, registered: Registered, key: str
 ) -> None:
     """A daemon thread works until the process is gone: its key is left to the ttl."""
-    with spawn(f"{WORKERS}:hold_to_the_end", registered.alias, key, "working thread") as worker:
+    with spawn(
+        f"{WORKERS}:hold_to_the_end", registered.alias, key, "working thread", **WHOLE_END
+    ) as worker:
         worker.wait_for("held")
         assert worker.popen.wait(timeout=20) == 0
     assert taken(lock)
@@ -54,7 +56,7 @@ def test_thread_that_still_works_at_the_exit_keeps_its_key(
 )
 def test_thread_that_outlives_the_main_one_locks(registered: Registered, key: str) -> None:
     """Leases are renewed, and awaited, although pools of threads take no more work by then."""
-    with spawn(f"{WORKERS}:outlive_the_main_thread", registered.alias, key) as worker:
+    with spawn(f"{WORKERS}:outlive_the_main_thread", registered.alias, key, **WHOLE_END) as worker:
         assert worker.result() == {"lost": False, "awaited": True}
 
 
@@ -69,7 +71,7 @@ def test_termination_that_a_program_turns_into_an_exit_gives_back(
     lock: Lock, registered: Registered, key: str, how: str
 ) -> None:
     """Where SIGTERM raises `SystemExit`, blocks and the interpreter's end release as always."""
-    with spawn(f"{WORKERS}:hold_until_told", registered.alias, key, 60, how) as worker:
+    with spawn(f"{WORKERS}:hold_until_told", registered.alias, key, 60, how, **WHOLE_END) as worker:
         worker.wait_for("held")
         assert taken(lock)
         assert end_with(worker, signal.SIGTERM) == 0
