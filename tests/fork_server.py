@@ -27,12 +27,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+# First: what others have `atexit` call comes before it.
+from . import ending  # isort: skip
+
 import django
 
-from . import ending
-
-#: The program of the first fork server, which says first what its children do last.
-SERVER = "import sys, tests.ending, tests.fork_server as it; it.main(sys.argv[1])"
 #: What most processes of tests import, and what reads no settings while it is imported.
 AHEAD = (
     "django.contrib.admin.options",
@@ -108,7 +107,7 @@ def fork(
 
 def _start(environment: dict[str, str], orders: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", SERVER, str(orders.fileno())],
+        [sys.executable, "-u", "-m", "tests.fork_server", str(orders.fileno())],
         env=environment,
         cwd=Path(__file__).parent.parent,
         stdin=subprocess.DEVNULL,
@@ -326,3 +325,7 @@ def main(descriptor: str) -> None:
     for name in (*AHEAD, *(CELERY_AHEAD if is_for_celery else ())):
         import_module(name)
     _serve(socket.socket(fileno=int(descriptor)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

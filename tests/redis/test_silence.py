@@ -171,6 +171,7 @@ def test_grant_behind_both_releases_ends_by_its_ttl(
     _warm(backend, key)
     # Both releases find the server silent.
     monkeypatch.setattr(deferred_release, "later", lambda work, seconds=0.0: work())
+    monkeypatch.setattr(deferred_release, "apart", lambda backend, work, most: not work())
     request = Request(
         key=key, ttl=1.0, wait=0.0, holder=current_holder(), retry=backend.config.retry
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 
 import pytest
 
-from tests.processes import spawn
+from tests.processes import WHOLE_END, spawn
 from tests.shop.models import Row
 
 
@@ -81,3 +82,28 @@ def test_silence_is_bounded() -> None:
         pytest.raises(AssertionError, match="nothing more in time"),
     ):
         worker.wait_for("awake", timeout=0.05)
+
+
+class _ToTheLast:
+    """Says that Python frees it."""
+
+    def __del__(self) -> None:
+        os.write(1, b"freed\n")
+
+
+def leave_something() -> None:
+    """Have `atexit` say something, and leave what Python frees when all modules go."""
+    atexit.register(print, "registered")
+    print("left", end="")
+    globals()["left"] = _ToTheLast()
+
+
+@pytest.mark.parametrize(("how", "last"), [({}, []), (WHOLE_END, ["freed"])])
+def test_end_comes_behind_atexit_and_its_rest_is_optional(
+    how: dict[str, str], last: list[str]
+) -> None:
+    """To free each object takes a tenth of a second, which few tests are about."""
+    with spawn("tests.unit.test_processes:leave_something", **how) as worker:
+        assert worker.popen.wait(20) == 0
+        worker._reader.join()
+    assert worker._output == ["leftresult: null", "registered", *last]
