@@ -120,7 +120,7 @@ def _downgrade(holding: Holding) -> None:
             holder=holding.terms.holder,
         )
 
-    is_kept = False
+    is_kept, answer = False, None
     try:
         # The lease is not renewed meanwhile, so only a half of what is left is used.
         now = holding.monotonic()
@@ -140,6 +140,9 @@ def _downgrade(holding: Holding) -> None:
         is_kept = True
     finally:
         if not is_kept:
+            # If the store has shared the key, or still does, the release below frees it.
+            if unanswered or isinstance(answer, Grant):
+                holding.given_up = True
             # It may have been granted: there was no answer, or a signal's handler raised.
             release_unanswered(store, replace(before, token=token, shared=True))
     hold = hold_from(answer.acquired_at, holding.terms.hold, before.acquired_at)

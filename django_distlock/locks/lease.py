@@ -214,8 +214,8 @@ class Lease:
         Raises:
             LockLost: The lease was lost.
             LockNotAcquired: The key is paused, or a transaction keeps it. The lease stands.
-            BackendUnavailable: Two attempts got no answer. If the store has carried one out, the
-                lease is lost.
+            BackendUnavailable: Two attempts got no answer. The lease is given up, as the store may
+                have carried one out: it is not `held` any more.
             LockUsageError: The backend does not support this, or the lease was released.
         """
         downgrade(self._holding)

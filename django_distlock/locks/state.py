@@ -220,8 +220,9 @@ class Holding:
             self.lose(self.why_over(), tells=tells)
         if self.given_up:
             raise LockUsageError(
-                f"The lease on {self.key!r} was given up by a release that was not answered and"
-                " may still arrive. Call release() again, then acquire the lock again.",
+                f"The lease on {self.key!r} was given up by a release or downgrade that was not"
+                " answered and may still arrive. Call release() again, then acquire the lock"
+                " again.",
                 key=self.key,
             )
 

@@ -12,6 +12,7 @@ import pytest
 from django.db import transaction
 
 from django_distlock import (
+    BackendUnavailable,
     InvalidArgument,
     Lease,
     LockLost,
@@ -224,21 +225,36 @@ def test_request_to_stop_outlasts_a_downgrade(
 
 
 @SHARES
-def test_downgrade_that_a_signal_breaks_off(
-    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("breaks_off", ["a signal", "no answer"])
+def test_downgrade_that_breaks_off_ends_the_lease(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch, breaks_off: str
 ) -> None:
-    """Behind the answer of the store: nothing stays held that nobody knows of."""
-    lease = lock_of(registered, key, ttl=300).acquire()
+    """The store may have shared the key, and frees it then: nobody works on under the lease."""
+    lock = lock_of(registered, key, ttl=300, wait=10)
+    lease, store = lock.acquire(heartbeat=True), lock_backends[registered.alias]
+    acquire = store.acquire
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
+    def unheard(*args: Any, **how: Any) -> None:
+        acquire(*args, **how)
+        raise BackendUnavailable("The answer is lost.", code="network_timeout")
+
     with monkeypatch.context() as patch:
-        patch.setattr(held_here, "rename", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        if breaks_off == "a signal":
+            patch.setattr(held_here, "rename", interrupted)
+        else:
+            patch.setattr(store, "acquire", unheard)
+        with pytest.raises((KeyboardInterrupt, BackendUnavailable)):
             lease.downgrade()
+    other = Later(lock.acquire).result()
+    assert not lease.held
+    with pytest.raises(LockUsageError, match="release or downgrade"):
+        lease.check()
+    assert Later(other.release).result() is True
     lease.release()
-    assert eventually(lambda: not taken(lock_of(registered, key)), 10)
+    assert eventually(lambda: not taken(lock), 10)
 
 
 @SHARES
