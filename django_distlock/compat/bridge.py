@@ -18,7 +18,7 @@ from ..conf import BackendConfig
 from ..core.durations import GRACE
 from ..core.errors import LockError, shown
 from ..core.keys import OWN_MARKER
-from ..core.records import Attempt, Contended, Grant, Record, Unknown
+from ..core.records import Attempt, Contended, Grant, InTheWay, Record, Unknown
 from ..exceptions import InvalidLockBackend
 from .old import OldLock
 
@@ -65,7 +65,11 @@ class _Bridged(BaseLockBackend):
         if not old.acquire(key, owner, _lifetime(attempt.ttl)):
             # If a lease has the old lock, its record names the holder. Old code names none.
             record, now = self._read(attempt.name), self._time()
-            return Contended(observed_at=now) if record is None else record.contended(now)
+            counter = self._counter(attempt.name)
+            paused = counter is not None and counter.paused_until is not None
+            if record is None:
+                return Contended(observed_at=now, paused=paused)
+            return record.contended(now, paused=paused)
         try:
             answer = super()._acquire(attempt)
         except LockError:
@@ -75,6 +79,10 @@ class _Bridged(BaseLockBackend):
         if not isinstance(answer, Grant):
             old.release(key, owner)
         return answer
+
+    def _acquire_many(self, attempts: Sequence[Attempt]) -> Sequence[Grant] | InTheWay:
+        # One by one, each with its old lock: the backend's own request would leave those out.
+        return BaseLockBackend._acquire_many(self, attempts)
 
     def _take_over(self, attempt: Attempt) -> Grant | Contended:
         """Replace a lease. Then its old lock changes hands, without being free in between."""
@@ -107,7 +115,12 @@ class _Bridged(BaseLockBackend):
         self, name: str, grant: Grant, held: float | None, *, bound: float
     ) -> bool | Unknown:
         answer = super()._release(name, grant, held, bound=bound)
-        if answer is True and held is not None:
+        is_kept = answer is True and held is not None
+        if answer is False and held is not None:
+            # An earlier request may have settled it, whose answer or whose old lock's was lost.
+            record = self._read(name)
+            is_kept = record is not None and record.is_settled and record.token == grant.token
+        if is_kept and held is not None:
             # The key stays held for a while, and old code has to wait as long.
             until = grant.acquired_at + timedelta(seconds=held)
             left = (until - self._time()).total_seconds()

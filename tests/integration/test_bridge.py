@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from django_distlock import (
     distlock_all,
     lock_backends,
 )
+from django_distlock.backends.database import DatabaseBackend
 from django_distlock.compat.old import OldAdvisoryLock, OldCacheAdd, OldLock, OldRedisLock
 from django_distlock.core.errors import InvalidArgument
 from django_distlock.core.keys import new_token, own_key
-from django_distlock.core.records import Attempt, Grant
+from django_distlock.core.records import Attempt, Grant, InTheWay
 from django_distlock.process.host import current_holder
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later, crew, race
@@ -187,6 +189,66 @@ def test_key_that_is_kept_is_kept_from_old_code(backend: str, kind: str, key: st
         pass
     assert not is_free(kind, key)
     assert eventually(lambda: is_free(kind, key), 10)
+
+
+class _Flaky(OldCacheAdd):
+    """Cannot be asked for a moment."""
+
+    fails = False
+
+    def extend(self, key: str, owner: str, seconds: float | None) -> bool:
+        """Fail once."""
+        if self.fails:
+            self.fails = False
+            raise BackendUnavailable("The old lock cannot be asked.", code="network_timeout")
+        return super().extend(key, owner, seconds)
+
+
+@pytest.mark.parametrize("lost", ["answer", "old lock"])
+def test_window_outlasts_a_release_that_is_asked_for_again(
+    key: str, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """The first request has settled the lease, and the second one hears that it is gone."""
+    bridge = _Flaky("old-{key}", "redis")
+    with bridged("database", bridge) as alias:
+        plain, release = DatabaseBackend, DatabaseBackend._release
+        asked: list[object] = []
+
+        def unheard(self: Any, *args: Any, **how: Any) -> Any:
+            asked.append(release(self, *args, **how))
+            if len(asked) == 1:
+                raise BackendUnavailable("The answer is lost.", code="network_timeout")
+            return asked[-1]
+
+        with distlock(key, backend=alias, ttl=30, hold=True):
+            if lost == "answer":
+                monkeypatch.setattr(plain, "_release", unheard)
+            else:
+                bridge.fails = True
+        assert lock_backends[alias].read(key) is not None
+        assert not is_free("cache", key)
+        assert lock_backends[alias].force_release(key) is not None
+
+
+@ANY_KIND
+def test_many_keys_at_once_ask_for_their_old_locks(backend: str, kind: str, key: str) -> None:
+    """Whatever the backend asks its store in one request."""
+    store = lock_backends[backend]
+    with as_before(kind, key):
+        answer = Later(store.records.acquire, {key: new_token()}, 30).result()
+        assert isinstance(answer, InTheWay)
+
+
+def test_lease_of_a_paused_key_stays_to_be_loaded(key: str) -> None:
+    """It is refused because of the pause, and its text may be used behind that."""
+    with bridged("database", old("cache")) as alias:
+        store = lock_backends[alias]
+        text = distlock(key, backend=alias, ttl=60, wait=5).acquire().dump()
+        store.pause(key, store.clock() + timedelta(hours=1))
+        with pytest.raises(LockNotAcquired, match="paused"):
+            Lease.load(text)
+        store.pause(key, None)
+        assert Lease.load(text).release() is True
 
 
 def test_lease_is_handed_over_with_its_old_lock(
