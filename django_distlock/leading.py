@@ -205,6 +205,16 @@ class Term:
             return False
         return True
 
+    def _is_gone(self) -> bool:
+        """Whether the store says that the lease is gone, which no heartbeat has seen yet."""
+        try:
+            self._lease.extend()
+        except LockLost:
+            return True
+        except BackendUnavailable:
+            pass
+        return False
+
     def wait(self, duration: Duration) -> bool:
         """Sleep, but not beyond the end of the term; return whether it lasts.
 
@@ -227,8 +237,9 @@ def _leave(entered: Entered, leader: Leader, *end: object) -> None:
     if left is None:
         return
     term, block = left
-    was_lost = term.lease.is_lost
+    # The release may be the first to find out that the lease is gone.
     block.close()
+    was_lost = term.lease.is_lost
     # A leader that was not told may have worked at the same time as another one.
     if was_lost and end[0] is None and not term._is_told:
         term.check()
@@ -282,7 +293,7 @@ class Leader:
                 return False
             try:
                 work(term)
-                return not term
+                return not term or term._is_gone()
             except (LockLost, FenceRejected):
                 # The error is about another lease, if this process still leads.
                 if term._is_confirmed():

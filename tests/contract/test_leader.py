@@ -132,6 +132,19 @@ def test_work_runs_until_it_is_done(candidate: Leader, registered: Registered, k
     assert leader_of(key, backend=registered.alias) is None
 
 
+def test_work_that_ends_behind_its_term_goes_on(candidate: Leader) -> None:
+    """Also where only the store knows that the lease is gone."""
+    fences: list[int] = []
+
+    def work(term: Term) -> None:
+        fences.append(term.fence)
+        if len(fences) == 1:
+            take_away(term.lease)
+
+    candidate.run(work)
+    assert len(fences) == 2
+
+
 def test_work_goes_on_in_another_term(
     candidate: Leader, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +303,12 @@ def test_leader_who_looks_at_nothing_is_told_at_the_end(candidate: Leader) -> No
     with pytest.raises(ZeroDivisionError):
         work(ZeroDivisionError())
     assert not candidate._is_used
+
+
+def test_loss_that_the_release_finds_is_told(candidate: Leader) -> None:
+    """No heartbeat has seen it, and somebody else may lead already."""
+    with pytest.raises(LockLost), candidate as term:
+        take_away(term.lease)
 
 
 def test_operator_asks_a_leader_to_finish(
