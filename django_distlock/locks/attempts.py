@@ -34,6 +34,8 @@ logger = logging.getLogger("django_distlock")
 
 #: The longest time, in seconds, for which a process leaves a released key to others who waited.
 MOST_REST = 1.0
+#: Seconds between two looks whether the holder is gone, by a caller that may take its key over.
+STEAL_SECONDS = 1.0
 #: Seconds without an attempt by the first waiter of a queue, after which the others ask as well.
 PATIENCE = SAFETY_SECONDS + 1.0
 
@@ -147,7 +149,10 @@ class Attempts:
         self._in_the_way: Holder | None = None
         self._taken_from: Holder | None = None
         # With `max_retries`, no safety attempt shortens the pauses.
-        safety = SAFETY_SECONDS if request.retry.max_retries is None else None
+        safety = None
+        if request.retry.max_retries is None:
+            # No wake-up tells of a death.
+            safety = STEAL_SECONDS if request.steal_if_dead else SAFETY_SECONDS
         self._pacing = Pacing(request.retry.pauses(), safety)
         self._abandoned = False
         # Held during an attempt, so that `fail` waits for it and releases what it was granted.
