@@ -122,7 +122,8 @@ def _successor(
         if kept.given_up:
             return None
         sent_at = store.monotonic()
-        until, ttl = min(kept.deadline, sent_at + wait), terms.ttl
+        lasts, ttl = kept.deadline, terms.ttl
+        until = min(lasts, sent_at + wait)
         # Nothing renews it until the transaction ends, so what is left of it is not cut short.
         if ttl is not None and terms.basic and not kept.is_renewed:
             ttl = None if kept.deadline == math.inf else max(ttl, kept.deadline - sent_at)
@@ -140,9 +141,9 @@ def _successor(
         if store.monotonic() >= deadline:
             return None  # The answer came too late to be used.
         # The successor keeps the holder and permits of the lease. There is no window: see `adopt`.
-        terms = replace(terms, holder=kept.terms.holder, permits=kept.terms.permits)
+        terms = replace(terms, ttl=ttl, holder=kept.terms.holder, permits=kept.terms.permits)
         lease = Lease(store, Granted(answer, deadline, kept.unheard), terms, block)
-        lease._holding.go_on(kept, block.home)
+        lease._holding.go_on(kept, block.home, lasts)
         return lease
 
 

@@ -255,8 +255,15 @@ class Holding:
             self._heartbeat = heartbeat_of(self.store)
             self._heartbeat.add(self)
 
-    def go_on(self, kept: Holding, home: int) -> None:
-        """Continue a lease that a thread's transactions have kept; renew it if that was renewed."""
+    def go_on(self, kept: Holding, home: int, lasts: float) -> None:
+        """Continue a lease that a thread's transactions have kept; renew it if that was renewed.
+
+        Args:
+            kept: The lease.
+            home: The thread.
+            lasts: Until when it would have lasted. If this one is to end earlier, but is not basic,
+                it is renewed until then: the key stays taken for as long as it was to be.
+        """
         self.goes_on, is_renewed = home, kept.is_renewed
         expires_at, ttl, first = self.grant.expires_at, self.grant.ttl, self.grant.acquired_at
         if expires_at is None or ttl is None:
@@ -265,8 +272,9 @@ class Holding:
             self.held_before = (expires_at - timedelta(seconds=ttl) - first).total_seconds()
         self.keep_window(self.terms.hold)
         kept.end_keeping()
-        if is_renewed:
-            self.renewing.ends_at = max(self.renewing.ends_at, kept.renewing.ends_at)
+        if is_renewed or not self.terms.basic:
+            ends_at = kept.renewing.ends_at if is_renewed else lasts
+            self.renewing.ends_at = max(self.renewing.ends_at, ends_at)
             self.terms.basic = False
             self.keep()
 

@@ -362,6 +362,27 @@ def test_lease_that_a_transaction_keeps_is_renewed_whoever_goes_on_with_it(
 
 
 @pytest.mark.requires("supports_ttl")
+@pytest.mark.parametrize("by", [{"heartbeat": False}, {"max_lifetime": 0.5}, None], ids=str)
+def test_lease_that_goes_on_lasts_as_long_as_the_one_before(
+    registered: Registered, key: str, by: dict[str, Any] | None
+) -> None:
+    """However short its own end is: renewed, if the other one was not to end before."""
+    with transaction.atomic():
+        with lock_of(registered, key, basic=True, ttl=60):
+            pass
+        if by is None:
+            lease = lock_of(registered, key, ttl=0.5).acquire()
+            threading.Event().wait(1.8)
+            assert lease.release() is True
+        else:
+            with lock_of(registered, key, ttl=0.5, **by) as lease:
+                threading.Event().wait(1.8)
+                assert lease.held
+        assert not grantable(lock_of(registered, key, wait=0))
+    assert eventually(lambda: grantable(lock_of(registered, key, wait=0)))
+
+
+@pytest.mark.requires("supports_ttl")
 @pytest.mark.parametrize("ttl", [None, 60])
 def test_block_that_is_not_renewed_shortens_nothing(
     registered: Registered, key: str, ttl: float | None
@@ -371,6 +392,7 @@ def test_block_that_is_not_renewed_shortens_nothing(
         with lock_of(registered, key, basic=True, ttl=ttl):
             pass
         with lock_of(registered, key, basic=True, ttl=0.5) as lease:
+            lease.extend()
             assert lease.remaining() > 40
         assert not grantable(lock_of(registered, key, wait=0))
     assert eventually(lambda: grantable(lock_of(registered, key, wait=0)))
