@@ -520,15 +520,16 @@ class Worker:
             work = self._next()
             self._works = True
             try:
-                if isinstance(work, Gone):
-                    work.work()
-                else:
-                    work()
-            except Exception:
+                try:
+                    if isinstance(work, Gone):
+                        work.work()
+                    else:
+                        work()
+                finally:
+                    # No end of a request closes the connections that a receiver opens here.
+                    close_here()
+            except BaseException:
                 logger.exception("A deferred operation failed", extra=log_fields("telling_failed"))
-            finally:
-                # No end of a request closes the connections that a receiver opens in this thread.
-                close_here()
 
     def _next(self) -> Callable[[], object] | Gone:
         """Wait for work."""

@@ -530,7 +530,9 @@ def release_once_more(backend: BaseLockBackend, grant: Grant) -> None:
 def _give_back(backend: BaseLockBackend, grant: Grant, seconds: float = 0.0) -> None:
     def apart() -> None:
         work = partial(_release_unheard, backend, grant)
-        if not deferred_release.apart(backend.alias, work, MOST_UNHEARD):
+        # A grant without expiry would stay for ever.
+        most = math.inf if grant.ttl is None else MOST_UNHEARD
+        if not deferred_release.apart(backend.alias, work, most):
             _log_unheard(backend, grant)
 
     deferred_release.later(apart, seconds)

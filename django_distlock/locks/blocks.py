@@ -20,11 +20,13 @@ import time
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from multiprocessing.util import Finalize, register_after_fork
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
 from ..core.errors import LockError, LockUsageError
+from ..core.threads import in_child
 from ..database.connections import has_gone, releases, when_gone
 from ..process import deferred_release
 from ..process.heartbeat import EXIT_PATIENCE, held_here
@@ -90,8 +92,8 @@ class Block:
 
     def _end(self) -> None:
         """Release what a block holds whose sentinel has died."""
-        if self.name is None:
-            self._release()  # It has not asked for anything yet.
+        if self.name is None or not (self.release or self.attempts or self.adopting):
+            self._release()  # It has asked for nothing, or for several keys.
         else:
             deferred_release.apart(self.name[0], self._release)
 
@@ -323,11 +325,15 @@ def _is_left(name: tuple[str, str]) -> bool:
     # Many blocks are searched only if a sentinel has died: the search takes its time.
     if len(every) > FEW and not (has_gone() or _giving_up):
         return False
-    left = [block for block, gone in list(every.items()) if block.name == name and gone() is None]
+    left = [
+        block
+        for block, gone in list(every.items())
+        if (block.name == name or name in getattr(block.attempts, "names", ())) and gone() is None
+    ]
     return bool(left)
 
 
-def _finish() -> None:
+def finish() -> None:
     """Before the interpreter exits, wait until interrupted blocks have been cleaned up."""
     until = time.monotonic() + EXIT_PATIENCE
     # `every` is looked at, and not the worker's queue: a block that the worker has just taken from
@@ -338,4 +344,20 @@ def _finish() -> None:
     releases.finish()
 
 
-atexit.register(_finish)
+def _finish_in_child(at_exit: Callable[[], None]) -> None:
+    # Before the leases that are held are released, as in a process of its own.
+    Finalize(None, at_exit, exitpriority=1)
+
+
+def _forget_parent() -> None:
+    # What the parent is ending right now is ended by nobody here.
+    for block, gone in list(every.items()):
+        if gone() is None:
+            every.pop(block, None)
+    _giving_up.clear()
+
+
+atexit.register(finish)
+# The children of `multiprocessing` call nothing that `atexit` knows from their parent.
+register_after_fork(finish, _finish_in_child)
+in_child(_forget_parent)

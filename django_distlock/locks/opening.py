@@ -81,6 +81,7 @@ class Opening:
         self.refused: str | None = None
         self.asks = len(locks) > 1 and self._may_ask(locks)
         self._locks = locks
+        self.names = {(each.backend, each.key) for each in locks}
         # For each key, the seconds from the grant for which it stays taken after a release. A lock
         # that is entered again keeps its own.
         self._holds = {

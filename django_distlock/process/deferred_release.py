@@ -420,7 +420,7 @@ async def aflush(
     return waiting_release(name, thread)
 
 
-def later(work: Callable[[], None], seconds: float = 0.0) -> None:
+def later(work: Callable[[], object], seconds: float = 0.0) -> None:
     """Let the worker's thread do something, after some seconds."""
     _worker.start()
     _worker.put(work, seconds)

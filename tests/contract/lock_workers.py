@@ -24,6 +24,7 @@ from django_distlock import BackendUnavailable, current_lease, distlock, lock_ba
 from django_distlock.database import vendors
 from django_distlock.database.connections import releases
 from django_distlock.locks import blocks
+from django_distlock.locks.attempts import Attempts
 from django_distlock.process import deferred_release
 from tests.processes import RESULT
 
@@ -197,6 +198,23 @@ def _leave(**what: Any) -> _Attempts:
     vars(block).update({"name": ("memory", "key"), "attempts": attempts, **what})
     block.watched()
     return attempts
+
+
+def leave_a_child_amid_an_acquire(alias: str, key: str) -> None:
+    """Let a child of `multiprocessing` exit as by a signal, right behind the grant."""
+
+    def leave() -> None:
+        def exit_at_once(*_: object) -> None:
+            sys.exit(0)
+
+        Attempts.conclude = exit_at_once  # type: ignore[method-assign,assignment]
+        distlock(key, backend=alias, basic=True).acquire()
+
+    with distlock(f"{key}:before", backend=alias):
+        pass
+    child = multiprocessing.get_context("fork").Process(target=leave)
+    child.start()
+    child.join()
 
 
 def leave_while_no_thread_starts() -> dict[str, Any]:

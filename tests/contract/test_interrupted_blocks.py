@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.core.exceptions import ImproperlyConfigured
 from django.db.transaction import atomic
 
-from django_distlock import Lease, Lock, LockUsageError, distlock_all, leader, leading, signals
+from django_distlock import (
+    Lease,
+    Lock,
+    LockUsageError,
+    distlock,
+    distlock_all,
+    leader,
+    leading,
+    signals,
+)
 from django_distlock.backends.advisory import holdings
 from django_distlock.backends.shelf import Shelf
 from django_distlock.compat import pglock
 from django_distlock.compat.pglock import advisory
 from django_distlock.core.keys import own_key
+from django_distlock.database.connections import releases
 from django_distlock.handler import lock_backends
 from django_distlock.leading import Leader, Leadership
 from django_distlock.locks import blocks, context, several, taking
@@ -531,6 +544,63 @@ def test_acquire_that_is_interrupted_at_the_very_end_is_given_up(leave: str, sai
     """The interpreter waits for the thread that does it, which is slow here."""
     with spawn(f"tests.contract.lock_workers:{leave}", **WHOLE_END) as worker:
         worker.wait_for(said)
+
+
+@pytest.mark.stores("postgresql", "mysql", "sqlite", "redis", "redis_cluster", why="others see it")
+def test_acquire_that_ends_a_child_of_multiprocessing_is_given_up(
+    registered: Registered, key: str
+) -> None:
+    """Such a child calls nothing that `atexit` knows of."""
+    leave = "tests.contract.lock_workers:leave_a_child_amid_an_acquire"
+    with spawn(leave, registered.alias, key) as worker:
+        worker.result()
+    assert grantable(lock_of(registered, key, wait=0))
+
+
+def test_unknown_backends_leave_no_thread() -> None:
+    """A block that has asked for nothing has nothing to release."""
+    for number in range(3):
+        with pytest.raises(ImproperlyConfigured), distlock("k", backend=f"nowhere{number}"):
+            pass
+    releases.finish()
+    assert not [each for each in threading.enumerate() if "nowhere" in each.name]
+
+
+def test_acquire_waits_until_several_keys_are_given_up(key: str) -> None:
+    """The block of an interrupted `distlock_all` has no name, but keys."""
+    given_up: list[object] = []
+
+    def fail(error: object) -> None:
+        time.sleep(0.3)
+        given_up.append(error)
+
+    name, block = ("memory", key), blocks.Block(None)
+    block.attempts = SimpleNamespace(names={name}, backend=lock_backends["memory"], fail=fail)
+    block.watched()  # Nobody keeps what it returns.
+    blocks.flush(name)
+    assert given_up
+
+
+def test_child_of_a_process_that_ends_a_block_waits_for_nothing(key: str) -> None:
+    """What the parent is ending, nobody ends in the child."""
+    begun, go_on = threading.Event(), threading.Event()
+    block = blocks.Block(None)
+    block.name = "memory", key
+
+    def release(_: int) -> None:
+        begun.set()
+        go_on.wait(20)
+
+    holding = SimpleNamespace(token="t")
+    block.release = SimpleNamespace(holding=holding, end_left_block=release)
+    block.watched()  # Nobody keeps what it returns.
+    assert begun.wait(20)
+    child = os.fork()
+    if not child:
+        os._exit(block in blocks.every)
+    go_on.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    releases.finish()
 
 
 def test_interrupted_acquire_is_given_up_where_no_thread_starts() -> None:

@@ -246,6 +246,29 @@ def test_silent_store_delays_no_release_of_another(
     assert eventually(partial(grantable, lock), timeout=10)
 
 
+def test_grant_without_an_end_is_given_back_however_much_waits(
+    silent: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stay for ever."""
+    monkeypatch.setattr(attempts, "MOST_UNHEARD", 0)
+    now = datetime.now(UTC)
+    release_unanswered(silent, Grant(key, "t", 1, None, now, None))
+    assert silent.was_asked.wait(10)
+
+
+@pytest.mark.parametrize("error", [SystemExit, ZeroDivisionError])
+def test_release_that_fails_keeps_none_behind_it(key: str, error: type[BaseException]) -> None:
+    """Not even where a receiver of a signal has called `sys.exit`."""
+
+    def fail() -> None:
+        raise error
+
+    done = threading.Event()
+    for work in (fail, done.set):
+        deferred_release.later(partial(deferred_release.apart, "memory", work))
+    assert done.wait(10)
+
+
 def test_what_a_silent_store_keeps_waiting_is_bounded(
     silent: Any, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

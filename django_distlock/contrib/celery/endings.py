@@ -117,10 +117,12 @@ def watch(sender: Any = None, **_: Any) -> None:
 
 def leaving(**_: Any) -> None:
     """Release the leases of a pool's process, and write its events: billiard runs no `atexit`."""
-    held_here.release_all()
     # Imported here, because Celery's app imports this module before models can be imported.
+    from ...locks import blocks
     from ...process import event_log
 
+    blocks.finish()
+    held_here.release_all()
     event_log.finish()
 
 
