@@ -55,8 +55,8 @@ NOTE_TRIED_AGAIN = 5.0
 #: A note takes as long as so many attempts: it opens a connection and a transaction.
 NOTE_COSTS = 10
 
-#: How much waits at most for the thread of a backend before it is given up what may be granted
-#: without an answer: a silent store takes seconds for each. Behind it, a key expires by itself.
+#: If more calls wait for the thread of a backend, what may be granted without an answer is left to
+#: expire: a silent store takes seconds for each call.
 MOST_UNHEARD = 1000
 
 #: Called when a caller begins to wait, also in the thread of an event loop: these must not block.

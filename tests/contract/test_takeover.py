@@ -20,6 +20,7 @@ from django_distlock import Lease, Lock, LockLost, LockNotAcquired, signals
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Holder
 from django_distlock.handler import lock_backends
+from django_distlock.locks.attempts import Attempts, Request
 from django_distlock.process.host import current_holder
 from tests.backends import Registered
 from tests.processes import spawn, spawn_by
@@ -258,3 +259,14 @@ def test_thief_behind_a_patient_waiter_takes_over(
     assert lease.fence > left.fence
     assert Later(lease.release).result() is True
     Later(patient.result().release).result()
+
+
+@pytest.mark.parametrize(("may_take_over", "seconds"), [(True, 1.0), (False, 5.0)])
+def test_no_wake_up_tells_of_a_death(key: str, may_take_over: bool, seconds: float) -> None:
+    """So whoever may take the key over looks more often, also where wake-ups come."""
+    backend = lock_backends["memory"]
+    request = Request(
+        key=key, ttl=60.0, wait=10.0, holder=current_holder(), retry=backend.config.retry,
+        steal_if_dead=may_take_over,
+    )  # fmt: skip
+    assert Attempts(backend, request)._pacing.safety == seconds
