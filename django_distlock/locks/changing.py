@@ -88,13 +88,14 @@ def downgrade(holding: Holding) -> None:
 def _downgrade(holding: Holding) -> None:
     holding.check(tells=False)
     before, store, sent_at, unanswered = holding.grant, holding.store, 0.0, 0
+    is_granted = is_kept = False
     # All attempts use one token: after a lost answer, the next one finds its own place.
     token = new_token()
     if before.shared:
         return
 
     def question(bound: float) -> Grant | Unknown | None:
-        nonlocal sent_at, unanswered
+        nonlocal sent_at, unanswered, is_granted
         sent_at = holding.monotonic()
         unanswered += 1
         answer = store.acquire(
@@ -106,6 +107,8 @@ def _downgrade(holding: Holding) -> None:
             permits=None,
             bound=bound,
         )
+        # In this order: a signal's exception may come between any two of these lines.
+        is_granted = isinstance(answer, Grant)
         unanswered -= 1
         if isinstance(answer, Grant):
             return answer
@@ -120,7 +123,6 @@ def _downgrade(holding: Holding) -> None:
             holder=holding.terms.holder,
         )
 
-    is_kept, answer = False, None
     try:
         # The lease is not renewed meanwhile, so only a half of what is left is used.
         now = holding.monotonic()
@@ -141,7 +143,7 @@ def _downgrade(holding: Holding) -> None:
     finally:
         if not is_kept:
             # If the store has shared the key, or still does, the release below frees it.
-            if unanswered or isinstance(answer, Grant):
+            if unanswered or is_granted:
                 holding.given_up = True
             # It may have been granted: there was no answer, or a signal's handler raised.
             release_unanswered(store, replace(before, token=token, shared=True))

@@ -26,6 +26,8 @@ from django_distlock.core.records import Record
 from django_distlock.fencing import Fence
 from django_distlock.fencing.rejecting import require_fence
 from django_distlock.handler import lock_backends
+from django_distlock.locks import changing
+from django_distlock.locks.acquire import insist
 from django_distlock.process.heartbeat import held_here
 from tests.backends import Registered
 
@@ -225,7 +227,7 @@ def test_request_to_stop_outlasts_a_downgrade(
 
 
 @SHARES
-@pytest.mark.parametrize("breaks_off", ["a signal", "no answer"])
+@pytest.mark.parametrize("breaks_off", ["a signal", "a return", "no answer"])
 def test_downgrade_that_breaks_off_ends_the_lease(
     registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch, breaks_off: str
 ) -> None:
@@ -233,6 +235,10 @@ def test_downgrade_that_breaks_off_ends_the_lease(
     lock = lock_of(registered, key, ttl=300, wait=10)
     lease, store = lock.acquire(heartbeat=True), lock_backends[registered.alias]
     acquire = store.acquire
+
+    def interrupted_return(*args: Any) -> None:
+        insist(*args)
+        raise KeyboardInterrupt
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -244,6 +250,8 @@ def test_downgrade_that_breaks_off_ends_the_lease(
     with monkeypatch.context() as patch:
         if breaks_off == "a signal":
             patch.setattr(held_here, "rename", interrupted)
+        elif breaks_off == "a return":
+            patch.setattr(changing, "insist", interrupted_return)
         else:
             patch.setattr(store, "acquire", unheard)
         with pytest.raises((KeyboardInterrupt, BackendUnavailable)):
