@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 
 import pytest
@@ -92,10 +93,10 @@ class _ToTheLast:
 
 
 def leave_something() -> None:
-    """Have `atexit` say something, and leave what Python frees when all modules go."""
+    """Have `atexit` say something, and leave what Python frees behind that, before all modules."""
     atexit.register(print, "registered")
     print("left", end="")
-    globals()["left"] = _ToTheLast()
+    sys.ps1 = _ToTheLast()
 
 
 @pytest.mark.parametrize(("how", "last"), [({}, []), (WHOLE_END, ["freed"])])
