@@ -103,7 +103,8 @@ class FenceCounter(models.Model):
     fence = models.PositiveBigIntegerField(_("fence"))
     paused_until = InstantField(_("paused until"), null=True)
     paused_by = KeyField(_("paused by"), max_length=200, null=True)
-    #: Until when nobody may join the sharers of the key; null: it is not shared.
+    #: Until when nobody is granted the key shared, for a waiter to hold it alone; null: it is not
+    #: shared.
     closed_until = InstantField(_("closed until"), null=True)
 
     objects: ClassVar[FenceCounterManager] = FenceCounterManager()

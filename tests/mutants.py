@@ -1211,8 +1211,36 @@ MUTANTS = (
     ),
     Mutant(
         "readers join while a writer waits", "redis", "django_distlock/backends/lua/share.lua",
-        old=r"elseif now < closed then", new="elseif false then",
+        old=r" and now < closed", new=" and false",
         test=f"{SHARING}::test_who_waits_to_be_alone_closes_the_door",
+    ),
+    Mutant(
+        "readers come before a waiting writer, behind the last of them", "memory",
+        "django_distlock/core/sharing.py",
+        old=r"if closed_until is not None and", new="if others and closed_until is not None and",
+        test=f"{SHARING}::test_door_stays_closed_behind_the_last_of_them",
+        case="{backend}-released-shared",
+    ),
+    Mutant(
+        "readers come before a waiting writer, behind the last of them", "postgres",
+        "django_distlock/database/sql/postgresql/share.sql",
+        old=r"ELSIF v_alone OR v_has_place", new="ELSIF v_others = 0 OR v_alone OR v_has_place",
+        test=f"{SHARING}::test_door_stays_closed_behind_the_last_of_them",
+        case="{backend}-released-shared",
+    ),
+    Mutant(
+        "the door goes with the last reader's lease", "redis",
+        "django_distlock/backends/lua/share.lua",
+        old=r"keep_name\(shared, 'closed',", new="redis.call('HSET', shared, 'closed',",
+        test=f"{SHARING}::test_door_stays_closed_behind_the_last_of_them",
+        case="{backend}-over-shared",
+    ),
+    Mutant(
+        "a writer that gives up leaves the door closed", "memory",
+        "django_distlock/locks/attempts.py",
+        old=r"self\._has_closed = True", new="pass",
+        test="tests/contract/test_shared_locks.py::test_writer_that_gives_up_lets_readers_join",
+        case="{backend}-refused",
     ),
     Mutant(
         "a transaction lock overlooks those who share its key", "postgres",
@@ -1223,7 +1251,7 @@ MUTANTS = (
     Mutant(
         "an extend loses the place of its lease", "redis",
         "django_distlock/backends/lua/extend.lua",
-        old=r"    keep_place\(shared, lock, free_at\)", new="",
+        old=r"    keep_name\(shared, lock, free_at\)", new="",
         test=f"{SHARING}::test_lease_that_was_extended_keeps_its_place",
     ),
     Mutant(

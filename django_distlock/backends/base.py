@@ -641,6 +641,9 @@ class BaseLockBackend:
     ) -> str | None:
         return None
 
+    def _open_door(self, name: str) -> None:
+        pass
+
     def _drop_waiter(self, name: str, note: str) -> None:
         pass
 

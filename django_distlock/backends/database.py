@@ -282,6 +282,10 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         noted = self._connections.ask(note_it, busy=lambda: earlier)
         return None if noted is None else str(noted)
 
+    def _open_door(self, name: str) -> None:
+        # If its row is locked, it opens by itself.
+        self._connections.ask(lambda on: self._locks_on(on).open_door(name), busy=lambda: None)
+
     def _drop_waiter(self, name: str, note: str) -> None:
         # If its row is locked, the note expires.
         self._connections.ask(

@@ -213,6 +213,13 @@ class Waiters(_Group):
         """Remove the note of a waiter."""
         self._backend._drop_waiter(self._name(key), note)
 
+    def give_up(self, key: str) -> None:
+        """Let others share a key again, which nobody was granted shared while a waiter asked."""
+        name = self._name(key)
+        self._backend._open_door(name)
+        # The next waiter of this process may wait to hold it alone as well.
+        self._backend.queues.ring(name)
+
     def of(self, key: str) -> Sequence[Waiting]:
         """Return the waiters of a key, the first to come first."""
         return self._backend._waiters(self._name(key))

@@ -116,6 +116,10 @@ class MemoryBackend(BaseLockBackend):
                 self._shelf.drop(name)
             return True
 
+    def _open_door(self, name: str) -> None:
+        with self._mutex:
+            self._shelf.doors.pop(name, None)
+
     def _alias_in_database(self, using: str | None) -> str:
         # There is no database, so any alias will do.
         return DEFAULT_DB_ALIAS if using is None else using
@@ -238,6 +242,7 @@ class MemoryBackend(BaseLockBackend):
 
         with self._mutex:
             before = min(before, self._now())
+            self._shelf.open_doors(before)
             over = sorted(filter(is_over, self._shelf.records))
             for name in over[:limit]:
                 self._shelf.drop(name)
@@ -288,14 +293,14 @@ class MemoryBackend(BaseLockBackend):
 
     def _in_the_way(self, attempt: Attempt, now: datetime) -> Contended | None:
         """Return why the key is not available, and mark its holders: `HeldLockManager.share`."""
-        holders = self._shelf.holders(attempt.name, now)
-        closed_until = self._shelf.doors.get(attempt.name)
+        holders, doors = self._shelf.holders(attempt.name, now), self._shelf.doors
+        closed_until = doors.get(attempt.name)
         paused_until, _by = self._pauses.get(attempt.name, (None, None))
         kept = in_the_way(attempt, holders, closed_until, paused_until, now)
         if kept is not None and attempt.wanted:
             self._shelf.mark(attempt.name, holders)
             if not attempt.shared and holders and holders[0].shared:
-                self._shelf.doors[attempt.name] = now + timedelta(seconds=DOOR_SECONDS)
+                doors[attempt.name] = now + timedelta(seconds=DOOR_SECONDS)
         return kept
 
     def _wake(self, record: Record | None, name: str) -> None:

@@ -20,7 +20,7 @@ class Shelf:
         self.records: dict[str, Record] = {}
         #: The name of the lease, by token.
         self.names: dict[str, str] = {}
-        #: For shared keys that a waiter wants exclusively: until when no further holder may join.
+        #: For keys that a waiter wants exclusively: until when nobody is granted them shared.
         self.doors: dict[str, datetime] = {}
         #: The names of the leases that share a key, by the name of the key.
         self._places: dict[str, set[str]] = {}
@@ -72,13 +72,18 @@ class Shelf:
 
     def replace(self, over: Collection[str], name: str, record: Record) -> None:
         """Store a record, replacing those of its key that are over."""
-        key = whole_name(name) if self.doors else name
-        if key in self.doors and len(over) == len(self._names_of(key)):
-            del self.doors[key]
+        if not record.shared:
+            self.doors.pop(name, None)
         self.put(name, record)
         for each in over:
             if each != name:
                 self.drop(each)
+
+    def open_doors(self, until: datetime) -> None:
+        """Forget the doors that were closed until then at most."""
+        for name, closed_until in [*self.doors.items()]:
+            if closed_until <= until:
+                del self.doors[name]
 
     def drop(self, name: str) -> None:
         """Remove the record of a lease."""
@@ -89,7 +94,6 @@ class Shelf:
             places.discard(name)
         if not places:
             self._places.pop(key, None)
-            self.doors.pop(key, None)
 
     def _names_of(self, name: str) -> list[str]:
         # A signal's exception may have left a name without its record.

@@ -62,8 +62,9 @@ class Pacing:
     def pause(self, outcome: Outcome, step: float, *, listening: bool) -> float:
         """Return for how long to sleep after an outcome, unless woken."""
         seconds = self._shortened(outcome, step)
-        if not leaves_mark(outcome):
-            # No wake-up will come, and the key may be expired but not yet available.
+        if not leaves_mark(outcome) or outcome.fence is None:
+            # No wake-up will come: the key may be expired but not yet available, or nobody holds
+            # it, and a waiter to hold it alone comes first.
             return seconds
         if listening and self.safety is not None and self.missed <= FEW:
             seconds = self.safety

@@ -324,6 +324,7 @@ class Contended:
         busy: A transaction has locked a row, and the bound passed. The grant in the way could not
             be marked, and the holder may be unknown.
         guarded: A guarded transaction, whose lease is over, keeps the key.
+        shared: Others may hold the key beside this holder.
     """
 
     holder: Holder | None = None
@@ -335,6 +336,7 @@ class Contended:
     busy: bool = False
     paused: bool = False
     guarded: bool = False
+    shared: bool = False
 
     @property
     def is_unclear(self) -> bool:
@@ -547,6 +549,7 @@ class Record:
             observed_at=now,
             busy=busy,
             paused=paused,
+            shared=self.shared,
         )
 
 

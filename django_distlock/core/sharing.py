@@ -12,7 +12,7 @@ from .errors import InvalidArgument, shown
 from .pacing import SAFETY_SECONDS
 from .records import Attempt, Contended, Record
 
-#: Seconds for which nobody joins those who share a key after each question of who waits to hold it
+#: Seconds for which nobody is granted a key shared after each question of who waits to hold it
 #: alone: such a waiter asks again before.
 DOOR_SECONDS: Final = SAFETY_SECONDS + 1.0
 
@@ -50,7 +50,8 @@ def in_the_way(
 
     Args:
         holders: The records of all who hold the key now: of one alone, or of those who share it.
-        closed_until: Until when nobody joins those who share it; None: they are joined.
+        closed_until: Until when nobody is granted it shared, because somebody waits to hold it
+            alone; None: nobody does.
         paused_until: Until when nobody is granted it; None: it is not paused.
     """
     if paused_until is not None and now < paused_until:
@@ -63,9 +64,7 @@ def in_the_way(
     has_place = len(others) < len(holders)
     if attempt.replace not in (None, attempt.token) and not has_place:
         return last_to_end(others).contended(now) if others else Contended(observed_at=now)
-    if not others:
-        return None
-    if not others[0].shared:
+    if others and not others[0].shared:
         return last_to_end(others).contended(now)
     if has_place:
         return None
@@ -73,6 +72,9 @@ def in_the_way(
     if is_full or any(each.token == attempt.token for each in others):
         return min(others, key=_free_at).contended(now)
     if closed_until is not None and now < closed_until:
+        if not others:
+            # The last of them has left, and the waiter is woken or asks soon.
+            return Contended(observed_at=now)
         found = last_to_end(others).contended(now)
         return changed(found, free_at=min(found.free_at or closed_until, closed_until))
     return None

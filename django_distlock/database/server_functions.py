@@ -231,6 +231,7 @@ def contended(
     expires_at: int | None,
     free_at: int | None,
     told: Any,
+    shared: bool = False,
 ) -> Contended:
     """Return what a server says of a key that it did not grant: see `acquired`.
 
@@ -246,6 +247,7 @@ def contended(
         observed_at=instant(now),
         busy=outcome == "busy",
         paused=outcome == "paused",
+        shared=shared,
     )
 
 

@@ -159,6 +159,8 @@ class Attempts:
         self._mutex = threading.Lock()
         self._turn: Turn | None = None
         self._wait: Wait | None = None
+        # Whether nobody is granted the key shared because this caller waits to hold it alone.
+        self._has_closed = False
         self._note: str | None = None
         self._noted_at = -math.inf
 
@@ -220,6 +222,8 @@ class Attempts:
                 self._taken_from = self._in_the_way if step.replace else None
             elif isinstance(outcome, Contended):
                 self._in_the_way = outcome.holder
+                if step.wanted and outcome.shared and not request.shared:
+                    self._has_closed = True
             self._unanswered = unanswered
             return outcome
 
@@ -339,15 +343,23 @@ class Attempts:
         if self._turn is not None:
             self.backend.queues.leave(self._turn)
             self._turn = None
-        return None if self._note is None else partial(self._drop, self._note)
+        if self._granted is not None:
+            self._has_closed = False
+        return None if self._note is None and not self._has_closed else self._clear_up
 
-    def _drop(self, note: str) -> None:
-        drop = partial(self.backend.waiters.drop, self.request.key, note)
-        self._note = None
-        # On a slow or unavailable store, the note is left to expire.
+    def _clear_up(self) -> None:
+        """Take back what this caller has left in the store while it waited."""
+        key, waiters, calls = self.request.key, self.backend.waiters, []
+        if self._note is not None:
+            calls.append(partial(waiters.drop, key, self._note))
+        if self._has_closed:
+            calls.append(partial(waiters.give_up, key))
+        self._note, self._has_closed = None, False
+        # On a slow or unavailable store, it is left to expire.
         if self.backend.queues.took * NOTE_COSTS <= SAFETY_SECONDS:
-            with suppress(LockError):
-                durations.spend(self._end, drop)
+            for call in calls:
+                with suppress(LockError):
+                    durations.spend(self._end, call)
 
     # The end
 
@@ -397,7 +409,7 @@ class Attempts:
             took = self.backend.monotonic() - self._started
             error = unclear(self.backend, request.key, took)
         else:
-            error = refusal(request.key, request.wait, outcome, self._took)
+            error = refusal(request.key, request.wait, outcome, self._took, shared=request.shared)
         self._tell_refusal(error)
         raise error
 
@@ -574,8 +586,15 @@ def unclear(backend: BaseLockBackend, key: str, took: float) -> BackendUnavailab
     )
 
 
-def refusal(key: str, wait: float | None, outcome: Contended, took: float = 0.0) -> LockNotAcquired:
-    """Return the error for a wait in vain; `took`: the seconds of the last answer."""
+def refusal(
+    key: str, wait: float | None, outcome: Contended, took: float = 0.0, *, shared: bool = False
+) -> LockNotAcquired:
+    """Return the error for a wait in vain.
+
+    Args:
+        took: The seconds of the last answer.
+        shared: Whether the key was asked for beside others.
+    """
     within = f"within {wait:g} s" if wait else "at once"
     waited = "by the last retry" if wait is None else within
     holder = outcome.holder
@@ -587,8 +606,12 @@ def refusal(key: str, wait: float | None, outcome: Contended, took: float = 0.0)
     elif holder is not None:
         held_for = outcome.held_for or 0.0
         why = f"{holder.who} has held it for {held_for:.1f} s"
+    elif outcome.guarded:
+        why = "a transaction has locked it"
+    elif shared and not outcome.busy:
+        why = "somebody waits to hold it alone"
     else:
-        why = "a transaction has locked it" if outcome.guarded else "it is held"
+        why = "it is held"
     slowly = f" The store answers slowly: this took {took:.1f} s." if took >= SLOW else ""
     return LockNotAcquired(
         f"The key {key!r} was not granted {waited}: {why}.{slowly}",

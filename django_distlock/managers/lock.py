@@ -130,6 +130,13 @@ class HeldLockManager(StoreManager["HeldLock"]):
                     return seen.contended
             # One of the leases has ended meanwhile: look again.
 
+    def open_door(self, name: str) -> None:
+        """Let others share a key that a waiter to hold it alone has given up."""
+        with self._store.short_transaction(MAX_BOUND):
+            closed = self._counters.filter(pk=name, closed_until__gt=_NEVER)
+            if closed.update(closed_until=_NEVER):
+                self._store.call_out(name)
+
     def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
         """Let a lease end a ttl from now; None: it is gone."""
         with self._store.short_transaction(bound):
@@ -509,7 +516,8 @@ class HeldLockManager(StoreManager["HeldLock"]):
         """Write the record of a grant, and remove those that have ended or are replaced."""
         counter, now, name = seen.counter, seen.now, attempt.name
         fence = self._counters.advance(name, attempt.key, counter, self._floor(now))
-        if len(over) == len(seen.rows):
+        was_shared = _gates(counter)[1] is not None
+        if attempt.shared != was_shared:
             closed_until = _NEVER if attempt.shared else None
             self._counters.filter(pk=name).update(closed_until=closed_until)
         in_place = next((row for row in over if row.pk == attempt.place), None)

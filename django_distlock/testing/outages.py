@@ -18,7 +18,7 @@ OPERATIONS = (
     "_counter", "_counter_beside", "_fences_of", "_raise_fences",
     "_force_release", "_request_stop", "_pause", "_resume", "_cleanup",
     "_guard", "_is_guarded", "_guards_of", "_lock_for_transaction", "_kept_by_transactions",
-    "_note_waiter", "_drop_waiter", "_waiters", "_count_waiters", "_note", "_noted",
+    "_note_waiter", "_drop_waiter", "_open_door", "_waiters", "_count_waiters", "_note", "_noted",
     "_counts", "_states", "_time", "_clocks",
 )  # fmt: skip
 

@@ -289,6 +289,11 @@ class History:
     def knock(self) -> None:
         place = self.place()
         self.ask(place, "acquire", place.key, new_token(), SOON, wanted=True)
+        for pair in place.grants if self.chance.random() < 0.5 else []:
+            self.ask(place, "release", pair)
+        if self.chance.random() < 0.2:
+            for backend in (place.mine, place.theirs):
+                backend.waiters.give_up(place.key)
         self.ask(place, "acquire", place.key, new_token(), SOON, permits=None)
         self.elapse(STEP)
 

@@ -22,7 +22,9 @@ from django_distlock import (
     distlock,
     distlock_all,
 )
-from django_distlock.core.records import Record
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Contended, Record
 from django_distlock.fencing import Fence
 from django_distlock.fencing.rejecting import require_fence
 from django_distlock.handler import lock_backends
@@ -152,6 +154,54 @@ def test_writer_is_not_starved(registered: Registered, key: str) -> None:
     assert Later(alone.release).result() is True
     assert second.result().fence > alone.fence > first.fence
     assert Later(second.result().release).result() is True
+
+
+@SHARES
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["refused", "cancelled"])
+def test_writer_that_gives_up_lets_readers_join(
+    registered: Registered, key: str, is_cancelled: bool
+) -> None:
+    """At once, and not when the store would let them without it."""
+    reader = lock_of(registered, key, shared=True, wait=0)
+    first = Later(reader.acquire).result()
+
+    async def give_up() -> None:
+        writing = asyncio.create_task(lock_of(registered, key, wait=30).aacquire())
+        while await asyncio.to_thread(grantable, reader):
+            pass
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+
+    if is_cancelled:
+        asyncio.run(give_up())
+    else:
+        with pytest.raises(LockNotAcquired):
+            lock_of(registered, key, wait=0.5).acquire()
+    assert grantable(reader)
+    assert Later(first.release).result() is True
+
+
+@SHARES
+def test_reader_is_told_that_a_writer_comes_first(registered: Registered, key: str) -> None:
+    """Nobody holds the key, and so nobody is named."""
+    backend, reader = lock_backends[registered.alias], lock_of(registered, key, shared=True, wait=0)
+    first = Later(reader.acquire).result()
+    with pytest.raises(LockNotAcquired, match="has held it for"):
+        lock_of(registered, key, wait=0).acquire()
+    assert Later(take_and_mark, backend, key).result()
+    assert Later(first.release).result() is True
+    with pytest.raises(LockNotAcquired, match="somebody waits to hold it alone") as caught:
+        reader.acquire()
+    assert caught.value.holder is None
+    writer = lock_of(registered, key, wait=0).acquire()
+    assert writer.release() is True
+
+
+def take_and_mark(backend: BaseLockBackend, key: str) -> bool:
+    """Ask as a writer that waits; return whether it was refused."""
+    answer = backend.acquire(key, new_token(), 5, wanted=True)
+    return isinstance(answer, Contended)
 
 
 @pytest.mark.requires("supports_sharing", "supports_ttl")

@@ -163,22 +163,51 @@ def test_who_waits_to_be_alone_closes_the_door(
     take(backend, key, **SHARED)
 
 
-def test_door_is_open_behind_the_last_of_them(
-    backend: BaseLockBackend, store: Store, key: str
+@BOTH
+@pytest.mark.parametrize("is_released", [True, False], ids=["released", "over"])
+def test_door_stays_closed_behind_the_last_of_them(
+    backend: BaseLockBackend, store: Store, key: str, how: dict[str, Any], is_released: bool
 ) -> None:
-    """Whoever asked to be alone and went away keeps nobody out of a key that is free."""
-    shared = take(backend, key, **SHARED)
+    """Or readers that come one behind another would keep the waiter out for ever."""
+    shared = take(backend, key, 1, **how)
     contend(backend, key, wanted=True)
-    contend(backend, key, **SHARED)
-    assert backend.release(shared) is True
-    take(backend, key, 2, **SHARED)
-    take(backend, key, 2, **SHARED)
+    if is_released:
+        assert backend.release(shared) is True
+    else:
+        store.elapse(2.5)
+    refused = contend(backend, key, **how)
+    assert (refused.fence, refused.holder, refused.busy) == (None, None, False)
+    contend(backend, key, wanted=True, **how)
+    alone = take(backend, key)
+    assert backend.release(alone) is True
+    # Nobody waits to be alone any more.
+    take(backend, key, **how)
+
+
+@BOTH
+def test_waiter_that_is_gone_keeps_nobody_out(
+    backend: BaseLockBackend, store: Store, key: str, how: dict[str, Any]
+) -> None:
+    """Whoever gives up opens the door; behind one that died, it opens by itself."""
+    first = take(backend, key, 60, **how)
     contend(backend, key, wanted=True)
-    contend(backend, key, **SHARED)
-    # Both are over before the door opens by itself.
-    store.elapse(3.1)
+    contend(backend, key, **how)
     for _ in range(2):
-        take(backend, key, **SHARED)
+        backend.waiters.give_up(key)
+    second = take(backend, key, 60, **how)
+    contend(backend, key, wanted=True)
+    for each in (first, second):
+        assert backend.release(each) is True
+    contend(backend, key, **how)
+    backend.waiters.give_up(key)
+    shared = take(backend, key, 60, **how)
+    contend(backend, key, wanted=True)
+    assert backend.release(shared) is True
+    store.elapse(SAFETY_SECONDS)
+    contend(backend, key, **how)
+    store.elapse(1.5)
+    for _ in range(2):
+        take(backend, key, **how)
 
 
 @BOTH

@@ -182,14 +182,14 @@ local function last_to_end(places)
     return found
 end
 
--- Keep the name of a sharer for at least as long as its lease lasts.
-local function keep_place(shared, place, free_at)
+-- Keep the name of a sharer, or of the door, for at least as long as its lease or the door lasts.
+local function keep_name(shared, name, time)
     local left = redis.call('PTTL', shared)
-    redis.call('HSET', shared, place, '')
-    if free_at == '' or left == -1 then
+    redis.call('HSET', shared, name, name == 'closed' and time or '')
+    if time == '' or left == -1 then
         redis.call('PERSIST', shared)
     else
-        remove_at(shared, math.max(tonumber(free_at), left < 0 and 0 or now + left * 1000))
+        remove_at(shared, math.max(tonumber(time), left < 0 and 0 or now + left * 1000))
     end
 end
 
@@ -204,8 +204,10 @@ local function drop_place(shared, place)
             end
         end
     end
-    if redis.call('HLEN', shared) == redis.call('HEXISTS', shared, 'closed') then
-        redis.call('DEL', shared)
+    local closed = redis.call('HGET', shared, 'closed')
+    if closed and redis.call('HLEN', shared) == 1 then
+        -- A waiter for the key alone comes first.
+        remove_at(shared, closed)
     end
 end
 

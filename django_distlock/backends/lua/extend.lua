@@ -22,7 +22,7 @@ begin(lock)
 redis.call('HSET', lock, 'ttl', ttl, 'renewed_at', text(now), 'expires_at', ends, 'free_at', free_at)
 remove_at(lock, free_at)
 if shared then
-    keep_place(shared, lock, free_at)
+    keep_name(shared, lock, free_at)
 end
 if index then
     redis.call('SET', index, lock)

@@ -22,7 +22,7 @@ if ends and now < ends then
     remove_at(lock, text(ends))
     list(listing, lock, text(ends))
     if shared then
-        keep_place(shared, lock, text(ends))
+        keep_name(shared, lock, text(ends))
     end
 else
     remove(lock, listing)

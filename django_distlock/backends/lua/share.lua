@@ -30,6 +30,7 @@ for _, each in ipairs(live) do
     end
 end
 local closed = tonumber(redis.call('HGET', shared, 'closed') or '0')
+local is_closed = not (alone or own[1]) and now < closed
 local gone = not (alone or own[1] or replace == '' or replace == token)
 local blocking, ends
 if #others > 0 then
@@ -44,12 +45,12 @@ if #others > 0 then
                 blocking = each
             end
         end
-    elseif now < closed then
+    elseif is_closed then
         blocking, ends = last_to_end(others), closed
     end
 end
 local paused = now < tonumber(redis.call('HGET', pause, 'until') or '0')
-if paused or blocking or gone then
+if paused or blocking or gone or is_closed then
     local outcome = (paused and 'paused ' or 'contended ') .. text(now)
     blocking = not paused and blocking or last_to_end(live)
     if not blocking then
@@ -60,7 +61,7 @@ if paused or blocking or gone then
             redis.call('HSETNX', each, 'wanted', '1')
         end
         if alone and live[1] ~= lock then
-            redis.call('HSET', shared, 'closed', text(now + microseconds(door)))
+            keep_name(shared, 'closed', text(now + microseconds(door)))
         end
     end
     return outcome .. ' ' .. described(blocking, not paused and ends)
@@ -97,10 +98,7 @@ if alone then
     redis.call('DEL', shared)
 else
     redis.call('HSET', place, 'shared', '1')
-    if #others == 0 then
-        redis.call('HDEL', shared, 'closed')
-    end
-    keep_place(shared, place, free_at)
+    keep_name(shared, place, free_at)
 end
 if called then
     -- The waiters have to mark this grant.

@@ -376,6 +376,10 @@ class RedisBackend(BaseLockBackend):
         keys = [self._at("waiters", name)]
         return self.store.ask(Call(script("note_waiter"), keys, arguments, [self._listing]))
 
+    def _open_door(self, name: str) -> None:
+        keys = [self._at("lock", name), self._at("shared", name)]
+        self.store.ask(Call(script("open_door"), keys, (self._channel,)))
+
     def _drop_waiter(self, name: str, note: str) -> None:
         keys = [self._at("waiters", name)]
         self.store.ask(Call(script("drop_waiter"), keys, (note,), [self._listing]))

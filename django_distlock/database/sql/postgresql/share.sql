@@ -1,10 +1,10 @@
 -- Grant a key to a sharer, or exclusively where sharers may be in the way: the rule is `in_the_way`
 -- in core/sharing.py. p_place is the name of the new record, p_permits the number of holders that the
--- key may have (null: any), p_door the microseconds for which nobody joins the sharers after an
--- attempt of a waiter for the key alone.
+-- key may have (null: any), p_door the microseconds for which nobody is granted the key shared after
+-- an attempt of a waiter for the key alone.
 --
--- Answers, arguments and the order of locks are those of the function for an acquire. Sharers share
--- the advisory lock of the key, as transactions that share the key do. The row of the fence is locked
+-- Answers, arguments and the order of locks are those of the function for an acquire. A holder in the
+-- way is told with whether it shares the key. Sharers share the advisory lock of the key, as transactions that share the key do. The row of the fence is locked
 -- after it, by every session that adds a sharer.
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_share_v3"(
     p_storage_key text, p_key text, p_token text,
@@ -91,11 +91,9 @@ BEGIN
             ELSIF NOT v_alone AND p_replace <> p_token AND NOT v_has_place THEN
                 -- Others may have been there in between.
                 v_outcome := 'contended';
-            ELSIF v_others = 0 THEN
-                NULL;
-            ELSIF v_alone OR v_is_alone THEN
+            ELSIF v_others > 0 AND (v_alone OR v_is_alone) THEN
                 v_outcome := 'contended';
-            ELSIF v_has_place THEN
+            ELSIF v_alone OR v_has_place THEN
                 NULL;
             ELSIF v_again OR v_others >= p_permits THEN
                 v_outcome := 'contended';
@@ -176,9 +174,7 @@ BEGIN
             );
             UPDATE "django_distlock_fencecounter" c SET
                 fence = v_fence,
-                closed_until = CASE
-                    WHEN v_others > 0 THEN c.closed_until WHEN v_alone THEN NULL ELSE 0
-                END
+                closed_until = CASE WHEN NOT v_alone THEN coalesce(c.closed_until, 0) END
                 WHERE c.storage_key = p_storage_key;
             IF v_called THEN
                 -- Their mark goes with them, and they have to mark what comes.
@@ -200,7 +196,7 @@ BEGIN
         RETURN pg_catalog.json_build_array(v_outcome, v_now, v_fence, v_now, v_expires);
     END IF;
     IF v_outcome <> 'overflow' THEN
-        SELECT l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder INTO h
+        SELECT l.storage_key, l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder INTO h
             FROM "django_distlock_heldlock" l
             WHERE {of_key}
                 AND (l.free_at IS NULL OR l.free_at > t)
@@ -212,7 +208,7 @@ BEGIN
         IF FOUND THEN
             RETURN pg_catalog.json_build_array(
                 v_outcome, t, h.fence, h.acquired_at, h.expires_at,
-                least(h.free_at, v_until), h.holder
+                least(h.free_at, v_until), h.holder, h.storage_key <> p_storage_key
             );
         END IF;
     END IF;
