@@ -25,7 +25,7 @@ from django_distlock.core.records import Contended, Grant, Holder, Record
 
 WHEN = datetime(2026, 1, 2, tzinfo=UTC)
 BUSY = Contended(busy=True)
-HELD = Contended(free_at=WHEN + timedelta(hours=1), observed_at=WHEN)
+HELD = Contended(fence=1, free_at=WHEN + timedelta(hours=1), observed_at=WHEN)
 DOWN = BackendUnavailable("down")
 START = 1000.0
 
@@ -37,7 +37,7 @@ def granted(ttl: float | None = 10.0) -> Grant:
 
 def held_for(seconds: float) -> Contended:
     """Make an answer that says when the key becomes free."""
-    return Contended(free_at=WHEN + timedelta(seconds=seconds), observed_at=WHEN)
+    return Contended(fence=1, free_at=WHEN + timedelta(seconds=seconds), observed_at=WHEN)
 
 
 @dataclass
@@ -349,6 +349,8 @@ def test_clear_answer_ends_the_margin(clear: Outcome) -> None:
         (DOWN, True),
         (replace(HELD, paused=True), True),
         (Contended(paused=True), True),
+        # Nobody holds it: a waiter to hold it alone comes first.
+        (Contended(observed_at=WHEN), True),
     ],
 )
 def test_backoff_stays_where_nobody_knows_when(outcome: Outcome, *, hears: bool) -> None:
@@ -362,7 +364,11 @@ def test_backoff_stays_where_nobody_knows_when(outcome: Outcome, *, hears: bool)
 @pytest.mark.parametrize("hears", [False, True])
 @pytest.mark.parametrize(
     "outcome",
-    [BUSY, Contended(busy=True, free_at=WHEN, observed_at=WHEN), replace(HELD, busy=True)],
+    [
+        BUSY,
+        Contended(busy=True, free_at=WHEN, observed_at=WHEN),
+        replace(HELD, busy=True, fence=None),
+    ],
 )
 def test_what_another_transaction_holds_is_asked_for_soon(
     outcome: Contended, *, hears: bool
