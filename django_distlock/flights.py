@@ -46,6 +46,7 @@ from .core.errors import (
     LockUsageError,
     shown,
 )
+from .core.interruptions import pass_on
 from .core.keys import OWN_MARKER, KeyTemplate, key_hash, own_key
 from .core.logs import log_fields
 from .core.threads import Bell, in_child
@@ -406,6 +407,8 @@ class _Plan:
         try:
             value = await by.call(compute)
         except Exception as error:
+            # A time limit of this caller's task is no error of the value.
+            pass_on(error)
             if not await by.ask(self._bears, flight, found, error):
                 raise
             return found.value

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
+from celery.exceptions import SoftTimeLimitExceeded
 from django.conf import settings
 from django.core.cache import caches
 from django.core.cache.backends.locmem import LocMemCache
@@ -655,6 +656,32 @@ def test_interrupted_flight_leaves_the_value_to_others(key: str) -> None:
         first.result()
     assert [each.result() for each in those] == ["value"] * 3
     assert work.runs == 1
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["none", "old"])
+def test_time_limit_of_a_flight_is_told_to_nobody_else(key: str, is_old: bool) -> None:
+    """Celery raises it in the main thread, as an `Exception`: no old value takes its place."""
+    work, those = Work.quick("value"), list[Any]()
+    ask = functools.partial(single_flight, key, timeout=60, backend="memory")
+    if is_old:
+        ask = functools.partial(ask, stale=60, on_error="stale")
+        aged(key, "old")
+
+    def computes() -> None:
+        if not is_old:
+            those.extend(followers(lambda: ask(work), 1))
+        signal.raise_signal(signal.SIGUSR2)
+
+    def limit(*_: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    before = signal.signal(signal.SIGUSR2, limit)
+    try:
+        with pytest.raises(SoftTimeLimitExceeded):
+            ask(computes)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert [each.result() for each in those] == ["value"] * (not is_old)
 
 
 def test_follower_that_is_interrupted_gets_what_was_raised(key: str) -> None:
