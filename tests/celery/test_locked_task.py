@@ -1274,6 +1274,26 @@ def test_redelivery_beside_a_run_that_shares_its_key(app: Celery) -> None:
     assert work.AsyncResult(task_id).state == "SUCCESS"
 
 
+def test_first_delivery_does_not_wait_for_the_note_of_another_task(
+    app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a holder it runs at once: nobody has written a note of its own run."""
+    monkeypatch.setattr(runs, "_SETTLING", 60.0)
+    ran: list[int] = []
+
+    @app.task(shared=False, acks_late=True)
+    @locked_task("{number}", on_conflict="wait")
+    def work(number: int) -> None:
+        ran.append(number)
+
+    with queue_of(app), distlock("7"):
+        waiting = Later(partial(deliver, work, 7))
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+    waiting.result(20)
+    assert ran == [7]
+
+
 @pytest.mark.parametrize("options", [{"permits": 2}, {"shared": True}], ids=["permits", "shared"])
 def test_lease_of_the_sender_among_those_who_share_its_key(
     app: Celery, options: dict[str, Any]

@@ -335,7 +335,9 @@ class Run:
         delivery = self._delivery
         if not (self._terms.redelivery_window and delivery.is_acked_late):
             return
-        until = monotonic() + (patience if delivery.was_seen_running or self._has_met else 0.0)
+        # Whom a first delivery has met was another task.
+        is_seen = delivery.was_seen_running or (self._has_met and delivery.is_redelivered)
+        until = monotonic() + (patience if is_seen else 0.0)
         while (fence := self._store.notes.get(delivery.note)) is None:
             if monotonic() >= until:
                 return
