@@ -27,6 +27,7 @@ from ..inspection import (
     list_transactions,
     summary,
 )
+from ..inspection.asking import silent
 from ..inspection.diagnosis import has_lost
 from ..inspection.history import History, history
 from ..inspection.showing import expired_locks
@@ -119,7 +120,10 @@ class Overview:
     @classmethod
     def of(cls, form: FilterForm, cursor: str | None, pages: Pages) -> Overview:
         """Read a page of all backends, from a cursor on; the first page if it is illegal."""
-        arguments = form.arguments()
+        arguments, failures = form.arguments(), silent()
+        answering = [each for each in lock_backends if each not in failures]
+        wanted = arguments["backends"] or answering
+        arguments["backends"] = [each for each in answering if each in wanted]
         order = form.cleaned_data.get("order", "")
         if order:
             page = _most(arguments)
@@ -129,7 +133,7 @@ class Overview:
             except InvalidArgument:
                 page = list_locks(limit=LIMIT, waits=True, **arguments)
         rows = [row_of(lock, pages) for lock in page.locks]
-        failures = {each.backend: each for each in page.failures if not each.is_of_key}
+        failures |= {each.backend: each for each in page.failures if not each.is_of_key}
         summaries = list(_asked(summary, failures))
         past = history()
         outages = tuple(each for each in failures.values() if each.code != "unsupported")
@@ -151,7 +155,7 @@ class Overview:
                 if each.is_of_key
             ),
             alone=tuple(each.alias for each in configured(BaseLockBackend) if not each.distributed),
-            transactions=list_transactions().transactions[:LIMIT],
+            transactions=list_transactions(backends=answering).transactions[:LIMIT],
         )
 
     @property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
+import threading
 import unicodedata
 from datetime import UTC, datetime, timedelta
 from html import unescape
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlencode, urljoin
 from zoneinfo import ZoneInfo
 
@@ -20,9 +21,10 @@ from django.test import Client, override_settings
 from django.utils import timezone
 
 from django_distlock import lock_backends
+from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Holder, Record
-from django_distlock.inspection import Operation, pause, summary
+from django_distlock.inspection import Operation, asking, pause, summary
 from django_distlock.inspection.diagnosis import accept_loss, diagnose
 from django_distlock.inspection.history import _counted, history
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
@@ -252,6 +254,50 @@ def test_outage_is_the_first_thing(browser: Client) -> None:
         assert "At least one backend is unavailable" in text
         assert "No locks match" not in text
         assert live or begin < text.index("distlock-live")
+
+
+class Hung(MemoryBackend):
+    """Answers when it is told to."""
+
+    asked: ClassVar[list[str]] = []
+    goes_on = threading.Event()
+
+    def _time(self) -> datetime:
+        self.asked.append("the time")
+        assert self.goes_on.wait(20)
+        return super()._time()
+
+    def _list(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("asked although it is silent")
+
+    _counts: Any = _list
+    _states: Any = _list
+    _expired: Any = _list
+
+
+def test_store_that_hangs_is_asked_once(
+    browser: Client, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page tells of it, and shows what the others answer."""
+    take("postgres", key)
+    monkeypatch.setattr(asking, "PATIENCE", 0.1)
+    path = f"{__name__}.{Hung.__qualname__}"
+    both = {"hung": {"BACKEND": path}, "postgres": settings.DISTLOCK["postgres"]}
+    with override_settings(DISTLOCK=both):
+        text = page(browser, begins=key)
+    Hung.goes_on.set()
+    assert "<strong>hung:</strong> The lock store &#x27;hung&#x27; did not answer" in text
+    assert Hung.asked == ["the time"]
+    assert key in text
+
+
+def test_stores_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answers only when the others have been asked as well."""
+    all_asked, time = threading.Barrier(3), MemoryBackend._time
+    monkeypatch.setattr(MemoryBackend, "_time", lambda each: (all_asked.wait(20), time(each))[1])
+    monkeypatch.setattr(asking, "PATIENCE", 20)
+    with override_settings(DISTLOCK=dict.fromkeys("abc", settings.DISTLOCK["memory"])):
+        assert asking.silent() == {}
 
 
 @pytest.mark.usefixtures("unknown_redis")

@@ -33,7 +33,6 @@ from django_distlock import (
     lock_backends,
 )
 from django_distlock.contrib import opentelemetry
-from django_distlock.contrib.metrics.gauges import PATIENCE
 from django_distlock.contrib.metrics.instruments import (
     INSTRUMENTS,
     PROCESS_GAUGES,
@@ -42,6 +41,7 @@ from django_distlock.contrib.metrics.instruments import (
 )
 from django_distlock.core.declarations import declared
 from django_distlock.core.keys import own_key
+from django_distlock.inspection.asking import PATIENCE
 from django_distlock.scheduling import scheduled
 from tests.contract.helpers import Later, there
 from tests.contract.locking import eventually, held_elsewhere

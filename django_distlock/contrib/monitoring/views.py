@@ -21,7 +21,8 @@ from ...conf import monitor_tokens
 from ...core.errors import LockError
 from ...handler import lock_backends
 from ...inspection import Operation, Statistics, may, statistics
-from ..metrics.gauges import ask_each, health
+from ...inspection.asking import ask_each
+from ..metrics.gauges import health
 
 View = Callable[[HttpRequest], HttpResponseBase]
 
