@@ -20,6 +20,7 @@ from ..core.errors import BackendUnavailable, LockError
 from ..core.wording import printable
 from ..handler import lock_backends
 from ..inspection import Operation, Outcome
+from ..inspection.asking import silent
 from .addresses import Target
 from .filters import named_backends
 
@@ -270,7 +271,11 @@ class CleanupForm(ReasonForm):
 
 def records_over() -> Iterator[tuple[str, int | None, str]]:
     """Yield each alias with its number of expired records (None: unknown), and an error's text."""
+    failures = silent()
     for alias in lock_backends:
+        if alias in failures:
+            yield alias, None, failures[alias].message
+            continue
         try:
             expired = inspection.statistics(alias).counts.expired
         except (LockError, ImproperlyConfigured) as error:

@@ -24,6 +24,7 @@ from ..core.errors import LockError
 from ..core.wording import printable
 from ..handler import lock_backends
 from ..inspection import Operation, may, show
+from ..inspection.asking import silent
 from ..models import HeldLock
 from .acts import ACTS, Act, CleanupForm, act_on, allowed, another, clean_up, records_over
 from .addresses import Pages, Target, object_page
@@ -117,7 +118,13 @@ class LockDashboard(ReadOnlyAdmin):
         targets = [Target.of(Target(alias, key).text) for alias in lock_backends]
         if not targets:
             raise Http404
-        pages = [(each, _looked_at(each, self._pages, tells_who=False)) for each in targets]
+        failures = silent()
+        pages = [
+            (each, f"{printable(key)}: {failures[each.backend].message}")
+            if each.backend in failures
+            else (each, _looked_at(each, self._pages, tells_who=False))
+            for each in targets
+        ]
         found = [
             (self._pages.key(target), target, page)
             for target, page in pages

@@ -278,17 +278,20 @@ class Hung(MemoryBackend):
 def test_store_that_hangs_is_asked_once(
     browser: Client, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page tells of it, and shows what the others answer."""
+    """Each page tells of it, and shows what the others answer."""
     take("postgres", key)
     monkeypatch.setattr(asking, "PATIENCE", 0.1)
     path = f"{__name__}.{Hung.__qualname__}"
     both = {"hung": {"BACKEND": path}, "postgres": settings.DISTLOCK["postgres"]}
     with override_settings(DISTLOCK=both):
         text = page(browser, begins=key)
+        others = [f"{LOCKS}cleanup/", f"{LOCKS}key/?backend=&key={key}-other"]
+        said = [browser.get(each).content.decode() for each in others]
     Hung.goes_on.set()
     assert "<strong>hung:</strong> The lock store &#x27;hung&#x27; did not answer" in text
-    assert Hung.asked == ["the time"]
     assert key in text
+    assert all("&#x27;hung&#x27; did not answer" in each for each in said)
+    assert Hung.asked == ["the time"]
 
 
 def test_stores_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
