@@ -30,12 +30,15 @@ from ..core.records import (
     Record,
     Unknown,
     Unreadable,
+    instant,
+    known_holder,
     lease_ends,
     to_microseconds,
 )
 from ..core.secrets import Token
 from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end
 from ..database.connections import rows_of
+from ..database.fields import number_in
 from .fence import FenceCounterManager
 from .fence import refuse_lower_fence as refuse_lower_fence
 from .rows import MOST, StoreManager, between, only, remove
@@ -48,10 +51,13 @@ L = TypeVar("L")
 #: The end of a door that is not closed: see `FenceCounter.closed_until`.
 _NEVER: Final = datetime.fromtimestamp(0, UTC)
 
-#: The columns of a record. Most fields of `Record` have the same names.
-_COLUMNS = (
-    "storage_key", "holder", "key", "token", "fence", "ttl", "acquired_at", "renewed_at",
-    "expires_at", "free_at", "wanted", "stop_requested_at", "renewed_until",
+#: Fields of `Record` that are columns of instants.
+_INSTANTS = (
+    "acquired_at", "renewed_at", "expires_at", "free_at", "stop_requested_at", "renewed_until",
+)  # fmt: skip
+#: What `_recorded` takes.
+_COLUMNS: tuple[str | models.ExpressionWrapper[F], ...] = (
+    "storage_key", "holder", "key", "token", "fence", "ttl", "wanted", *map(number_in, _INSTANTS),
 )  # fmt: skip
 _CLEAN = """
 WITH gone AS (
@@ -250,17 +256,17 @@ class HeldLockManager(StoreManager["HeldLock"]):
             rows = rows.filter(task_id=task_id)
         with self._store.short_transaction(MAX_BOUND, writes=False):
             rows = self._store.live(rows).order_by("pk")[:limit]
-            # Without model instances, whose creation would take longer than the query.
-            return [_recorded(*row) for row in rows.values_list(*_COLUMNS)]
+            return _records(rows, Holder.from_json)
 
     def expired(self, prefix: str, name: str | None, limit: int) -> list[Record]:
-        """Return expired leases whose storage keys start with `prefix`."""
+        """Return expired leases whose storage keys start with `prefix`, if they can be read."""
         with self._store.short_transaction(MAX_BOUND, writes=False):
             rows = between(self.all(), prefix, None)
             rows = rows.filter(expires_at__lte=self._store.now(), free_at__gt=F("expires_at"))
             if name is not None:
                 rows = rows.filter(Q(pk=name) | _is_place(name))
-            return [row.as_record() for row in rows.order_by("-expires_at")[:limit]]
+            found = _records(rows.order_by("-expires_at")[:limit], known_holder)
+            return [each for _name, each in found if isinstance(each, Record)]
 
     def request_stop(
         self, name: str, within: float | None, token: str | None, fence: int | None, *, bound: float
@@ -555,12 +561,31 @@ def _is_place(name: str) -> Q:
     return Q(pk__gte=start, pk__lt=prefix_end(start))
 
 
-def _recorded(pk: str, holder: Any, *values: Any) -> tuple[str, Record | Unreadable]:
-    fields = dict(zip(_COLUMNS[2:], values, strict=True))
+def _records(
+    rows: models.QuerySet[HeldLock], read_holder: Callable[[Any], Holder]
+) -> list[tuple[str, Record | Unreadable]]:
+    # Without model instances, whose creation would take longer than the query.
+    return [_recorded(read_holder, *row) for row in rows.values_list(*_COLUMNS)]
+
+
+def _recorded(
+    read_holder: Callable[[Any], Holder], pk: str, holder: Any, key: str, *values: Any
+) -> tuple[str, Record | Unreadable]:
+    token, fence, ttl, wanted, *numbers = values
     try:
-        return pk, Record(holder=Holder.from_json(holder), shared=is_place(pk), **fields)
+        instants: dict[str, Any] = dict(zip(_INSTANTS, map(instant, numbers), strict=True))
+        return pk, Record(
+            key=key,
+            token=token,
+            fence=fence,
+            ttl=ttl,
+            holder=read_holder(holder),
+            wanted=wanted,
+            shared=is_place(pk),
+            **instants,
+        )
     except SPOILED as error:
-        return pk, Unreadable.of(fields["key"], error)
+        return pk, Unreadable.of(key, error)
 
 
 def _live(row: HeldLock, now: datetime) -> Record | None:

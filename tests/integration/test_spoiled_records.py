@@ -18,6 +18,7 @@ from django.test import Client, override_settings
 from django_distlock import LockError, distlock_all, lock_backends
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.conf import table
+from django_distlock.contrib.metrics import gauges
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant, Holder, InTheWay, clock_fence
 from django_distlock.inspection import force_release, list_locks, request_stop, summary
@@ -240,16 +241,39 @@ def changed_by_hand(alias: str, key: str, sets: str, ttl: float = 60) -> Iterato
             cursor.execute(f"DELETE FROM {locks} WHERE {column} = %s", [key])
 
 
-@pytest.mark.parametrize("alias", ["postgres", "sqlite"])
+#: The columns of times, of which each can be none.
+TIMES = (
+    "acquired_at", "renewed_at", "expires_at", "free_at", "stop_requested_at", "renewed_until",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("alias", [each for each in TABLES if each != "postgres_orm"])
 def test_row_of_a_table_that_was_changed_by_hand(key: str, alias: str) -> None:
-    """It is listed as unreadable, too."""
+    """It is listed as unreadable, too, and the metrics count the others."""
     sound = lock_backends[alias].acquire(f"{key}:sound", new_token(), 60)
-    with changed_by_hand(alias, key, "holder = '[1]'"):
-        page = list_locks(backends=[alias], prefix=key)
-    assert [each.key for each in page.locks] == [f"{key}:sound"]
-    assert [(each.code, each.key) for each in page.failures] == [("unreadable", key)]
+    for sets in ("holder = '[1]'", *(f"{each} = {NEVER}" for each in TIMES)):
+        with changed_by_hand(alias, key, sets):
+            page = list_locks(backends=[alias], prefix=key)
+            assert gauges._count(alias) is not None
+        assert [each.key for each in page.locks] == [f"{key}:sound"], sets
+        assert [(each.code, each.key) for each in page.failures] == [("unreadable", key)], sets
     assert isinstance(sound, Grant)
     lock_backends[alias].release(sound)
+
+
+@pytest.mark.parametrize("alias", ["postgres", "sqlite"])
+def test_spoiled_time_of_an_expired_lease_hides_no_other(key: str, alias: str) -> None:
+    """The dashboard names those that can be read, and the doctor counts all."""
+    over = "expires_at = 1, free_at = 2"
+    with (
+        changed_by_hand(alias, key, f"{over}, renewed_until = {NEVER}"),
+        changed_by_hand(alias, f"{key}:sound", over),
+    ):
+        found = {each.key for each in lock_backends[alias].expired(limit=10_000)}
+        told = {each.id for each in diagnose([alias], writes=False).findings}
+    assert "distlock.D004" in told
+    assert f"{key}:sound" in found
+    assert key not in found
 
 
 @pytest.mark.parametrize("alias", TABLES)

@@ -9,6 +9,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -22,8 +23,9 @@ from ...backends.database import DatabaseBackend
 from ...core.declarations import declarations
 from ...core.errors import LockError
 from ...core.keys import OWN_MARKER
-from ...core.records import SPOILED, Holder, Record
+from ...core.records import SPOILED, Holder, Record, from_microseconds
 from ...database import vendors
+from ...database.fields import number_in
 from ...handler import lock_backends
 from ...inspection.asking import PATIENCE, ask_each, begin_each
 from ...locks import blocks
@@ -182,12 +184,12 @@ def _count_rows(store: DatabaseBackend, using: str) -> Counted:
     # A key that is kept after its run has no grace, so its two times are the same.
     over = rows.filter(expires_at__lte=now).exclude(free_at=F("expires_at"))
     old = held.order_by("acquired_at")
-    fields = old.values_list("key", "acquired_at", "expires_at", "free_at", "holder")
-    grants = (
-        (key, since)
-        for key, since, ends, free, holder in fields[: 2 * OLD]
-        if (ends is None or ends != free) and _works(key, holder)
-    )
+    times = map(number_in, ("acquired_at", "expires_at", "free_at"))
+    grants: list[tuple[str, datetime]] = []
+    for key, since, ends, free, holder in old.values_list("key", *times, "holder")[: 2 * OLD]:
+        if (ends is None or ends != free) and _works(key, holder):
+            with suppress(*SPOILED):
+                grants.append((key, from_microseconds(since)))
     return Counted(held[:MOST].count(), over[:MOST].count(), _oldest(grants, now))
 
 

@@ -243,10 +243,10 @@ def _note_over(store: DatabaseBackend, on: str, notes: Notes) -> None:
     # A key that was kept after its run expires on purpose.
     rows = store._own_rows(HeldLock, on).filter(free_at__lte=now).exclude(free_at=F("expires_at"))
     some = _Some(number=rows.count())
-    for row in rows.order_by("-free_at")[:NAMED]:
-        each: Record = row.as_record()
-        ago = span((now - each.free_at).total_seconds()) if each.free_at else "-"
-        some.named[each.key] = f"{_whose(each.holder)}, {ago} ago"
+    last = rows.order_by("-free_at").values_list("key", "free_at", "holder")[:NAMED]
+    for key, since, holder in last:
+        ago = span((now - since).total_seconds())
+        some.named[key] = f"{_whose(known_holder(holder))}, {ago} ago"
     if not some.number:
         notes.look("expired leases", "none that was not released")
         return
