@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.conf import settings
@@ -263,6 +265,52 @@ def test_what_was_done_before_the_store_went_away_is_said(grants: list[Grant], k
     assert [each["key"] for each in ran.json["outcomes"]] == [grants[0].key]
     assert [each["key"] for each in ran.json["failures"]] == [grants[1].key]
     assert still_held(grants) == [False, True, True]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_done_before_a_signal_is_said(grants: list[Grant], key: str, signum: int) -> None:
+    """Amid a release, it loses no event; the other keys are not tried."""
+    force_release = lock_backends["postgres"].force_release
+
+    def interrupted(*named: Any, **more: Any) -> Any:
+        answer = force_release(*named, **more)
+        signal.raise_signal(signum)
+        return answer
+
+    usual = signal.signal(signum, signal.default_int_handler)
+    try:
+        with patch.object(lock_backends["postgres"], "force_release", interrupted):
+            ran = run("distlock_release", "--prefix", key, OF, *FORCED, "--json")
+        assert signal.getsignal(signum) is signal.default_int_handler
+    except KeyboardInterrupt:
+        pytest.fail("Nothing was said.")
+    finally:
+        signal.signal(signum, usual)
+    assert ran.status == 128 + signum
+    assert [each["key"] for each in ran.json["outcomes"]] == [grants[0].key]
+    assert "Interrupted. Not tried: 2 locks." in ran.err
+    assert [written(each.key) for each in grants] == [1, 0, 0]
+    assert still_held(grants) == [False, True, True]
+
+
+@pytest.mark.parametrize(("number", "finished"), [(1, [True]), (2, [])])
+def test_signal_behind_the_last_key_waits_for_the_events(
+    key: str, monkeypatch: pytest.MonkeyPatch, number: int, finished: list[bool]
+) -> None:
+    """Then it has its usual effect, for all was said. The second one has it at once."""
+    finish, done = event_log.finish, []
+
+    def interrupted(seconds: float) -> bool:
+        for _ in range(number):
+            signal.raise_signal(signal.SIGINT)
+        done.append(finish(seconds))
+        return True
+
+    hold("postgres", key)
+    monkeypatch.setattr(event_log, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("distlock_release", key, OF, *FORCED)
+    assert done == finished
 
 
 def test_dry_run_changes_nothing(grants: list[Grant], key: str) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 import signal
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from django.core.management.base import CommandError, CommandParser
@@ -18,14 +16,13 @@ from ...handler import lock_backends
 from .. import endurance
 from ..drill import Drill, Step, Stuck, be_late, refuse_impossible
 from ..endurance import PROCESSES, Endurance
+from ..interrupting import handled, usual_handlers
 from ..operating import OperatorCommand, refuse_memory
 from ..reading import add_backend, between
 from ..statuses import UNAVAILABLE, USAGE
 
 #: Minutes of a long drill. All reports are kept in memory until its end.
 SHORTEST, LONGEST = 0.1, 480
-#: Signals that end a drill as Ctrl-C does, so that it cleans up after itself.
-_ENDING = ("SIGTERM", "SIGHUP")
 
 
 class Command(OperatorCommand):
@@ -118,7 +115,7 @@ class Command(OperatorCommand):
 
     def _run(self, drill: Drill | Endurance) -> None:
         try:
-            with _interruptible():
+            with handled(usual_handlers(), _interrupt):
                 drill.run()
         except Stuck as error:
             status = error.status if error.status in (USAGE, UNAVAILABLE) else 1
@@ -169,22 +166,6 @@ class Command(OperatorCommand):
         self.stdout.flush()
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let other signals than Ctrl-C interrupt the block as well, unless they are ignored."""
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in _ENDING if hasattr(signal, name)]
-        before = {each: signal.getsignal(each) for each in numbers}
-    ours = {each for each, handler in before.items() if handler == signal.SIG_DFL}
-    for each in ours:
-        signal.signal(each, _interrupt)
-    try:
-        yield
-    finally:
-        for each in ours:
-            signal.signal(each, before[each])
-
-
 def _interrupt(signum: int, frame: Any) -> NoReturn:
+    # As Ctrl-C does, so that the drill cleans up after itself.
     raise KeyboardInterrupt(signum)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ...core.keys import stored_key
-from ...core.wording import printable
+from ...core.wording import counted, printable
 from ...inspection import Failure, HeldKey, Operation, Outcome, force_release
 from ...inspection.journal import Order
 from ...inspection.showing import show_present
+from ..interrupting import held_back
 from ..operating import OperatorCommand, add_reason, every_page, named, refuse_memory
 from ..reading import add_backend
 from ..statuses import BUSY, UNAVAILABLE, USAGE
@@ -44,6 +47,11 @@ class Command(OperatorCommand):
         )
         add_reason(parser)
 
+    def execute(self, *args: Any, **options: Any) -> Any:
+        """Run. What is entered into `_to_the_end` lasts until the events are written."""
+        with ExitStack() as self._to_the_end:
+            return super().execute(*args, **options)
+
     def handle(self, *, backend: str, dry_run: bool, json: bool, **options: Any) -> None:
         _check({**options, "dry_run": dry_run, "json": json})
         if reason := options["reason"]:
@@ -59,7 +67,11 @@ class Command(OperatorCommand):
             if not dry_run and not options["force"]:
                 reason = self._confirmed(len(found), reason)
         outcomes: list[Outcome] = []
-        is_silent = not dry_run and self._take(found, reason, outcomes, failures)
+        rest, told, is_silent = iter(found), list[int](), False
+        if not dry_run:
+            # Amid a release, a signal would lose its event.
+            told = self._to_the_end.enter_context(held_back())
+            is_silent = self._take(rest, told, reason, outcomes, failures)
         if json:
             self.print_json(
                 {
@@ -71,10 +83,10 @@ class Command(OperatorCommand):
                 }
             )
         else:
-            self._print_outcomes(outcomes)
-            for each in failures:
-                text = f"Not released: {printable(each.key)}. {each.message}"
-                self.stdout.write(self.style.ERROR(text))
+            self._print_outcomes(outcomes, failures)
+        if told:
+            text = f"Interrupted. Not tried: {counted(len([*rest]), 'lock')}."
+            raise CommandError(text, returncode=128 + told.pop())
         if is_silent:
             raise CommandError(failures[-1].message, returncode=UNAVAILABLE)
         if not dry_run:
@@ -98,10 +110,15 @@ class Command(OperatorCommand):
         return "" if sys.stdin is None else sys.stdin.readline().strip()
 
     def _take(
-        self, found: list[HeldKey], reason: str, outcomes: list[Outcome], failures: list[Failure]
+        self,
+        rest: Iterator[HeldKey],
+        told: list[int],
+        reason: str,
+        outcomes: list[Outcome],
+        failures: list[Failure],
     ) -> bool:
-        """Force-release keys until the store does not answer; return whether that happened."""
-        for each in found:
+        """Force-release keys until a signal comes, or the store is silent; return the latter."""
+        while not told and (each := next(rest, None)) is not None:
             try:
                 # By its fence, because a holder that came later was not shown to the operator.
                 outcome = force_release(
@@ -121,7 +138,7 @@ class Command(OperatorCommand):
                     return True
         return False
 
-    def _print_outcomes(self, outcomes: list[Outcome]) -> None:
+    def _print_outcomes(self, outcomes: list[Outcome], failures: list[Failure]) -> None:
         for each in outcomes:
             key = printable(each.key)
             if each.is_done:
@@ -135,6 +152,9 @@ class Command(OperatorCommand):
                         f"Not released: the holder that was shown no longer has {key}."
                     )
                 )
+        for failure in failures:
+            text = f"Not released: {printable(failure.key)}. {failure.message}"
+            self.stdout.write(self.style.ERROR(text))
 
 
 def _check(options: dict[str, Any]) -> None:
