@@ -892,7 +892,7 @@ MUTANTS = (
     ),
     Mutant(
         "a refused task keeps its unique key", "postgres", "django_distlock/contrib/celery/runs.py",
-        old=r"if is_over:\n                self", new="if False:\n                self",
+        old=r"if is_over or .+:\n                self", new="if False:\n                self",
         test="tests/celery/test_traps_queueing.py::test_refused_unique_task_frees_its_key",
         case="default",
         also="tests/celery/test_locked_task.py::test_keys_of_a_task_that_runs_without_its_lock[None]",

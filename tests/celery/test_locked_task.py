@@ -727,6 +727,31 @@ def queue_of(app: Celery) -> Iterator[Callable[[], Any]]:
         yield lambda: queue.get(no_ack=True)
 
 
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "given"])
+@pytest.mark.parametrize("options", [{}, {"debounce": 1}, {"lock": "lock", "on_conflict": "run"}])
+def test_retry_whose_body_has_changed_its_key(
+    app: Celery, options: dict[str, Any], *, in_place: bool
+) -> None:
+    """It runs, whatever was called before for the new key, and the old key ends."""
+    ran: list[int] = []
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task(unique="{numbers[0]}", **options)
+    def work(self: Any, numbers: list[int]) -> None:
+        ran.append(numbers[0])
+        if numbers[0] == 7:
+            numbers[0] = 8
+            raise self.retry(countdown=0, args=None if in_place else ([8],))
+
+    with queue_of(app) as next_message, hold("lock"):
+        for number in (8, 8, 7):
+            work.delay([number])
+            while (message := next_message()) is not None:
+                deliver(work, *message.payload[0], **message.headers)
+    assert ran == [8, 8, 7, 8]
+    assert not held_now()
+
+
 def test_headers_of_another_task(app: Celery) -> None:
     """Sent on with what a task sends, they say nothing about the keys of that."""
     sent: list[Any] = []

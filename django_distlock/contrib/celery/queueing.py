@@ -66,10 +66,12 @@ def send(
     is_bounded = terms is not None and bool(terms.unique or terms.max_queued)
     if terms is None or not is_bounded or (goes_on and not _has_no_claim(task, terms)):
         run = run_of(traced(task))
-        if options.get("replaced_task_nesting") and _has_key_of(run, task, args, kwargs):
-            options = claims.with_claim(options, UNIQUE, run.unique.fence, task_id)
+        unique: Any = None if run is None else run.unique
+        is_replacement = unique is not None and options.get("replaced_task_nesting")
+        if is_replacement and _has_key_of(run, task, args, kwargs):
+            options = claims.with_claim(options, UNIQUE, unique.fence, task_id)
         result = publish(args, kwargs, task_id=task_id, **options)
-        if run is not None and run.unique is not None and _carries(run.unique, options):
+        if unique is not None and _carries(unique.fence_token, options):
             run.comes_again = options.get("eta") or options.get("countdown") or 0.0
         return result
     delay = claims.seconds_until(options.get("countdown") or options.get("eta"))
@@ -212,40 +214,44 @@ def headers_of_retry(
 ) -> dict[str, Any]:
     """Return the headers of a retry, with which it keeps the unique key of the run that sends it.
 
-    If its arguments have changed and make another key, it acquires that like any other call.
+    If its arguments have changed and make another key, it acquires that like any other call. If it
+    is debounced, it then gives way to no other: its number is one of the calls for the old key.
     """
     headers = {**kept_headers(request), **(given or {})}
     run = run_of(traced(task))
-    if run is not None and run.has_begun:
+    if run is None:
+        return headers
+    if run.has_begun:
         # The run has given its place back, so its retry gives way to no later call.
         headers.pop(backlog.PLACE, None)
-    if run is not None and run.unique is not None:
+    if run.unique is not None:
         headers |= {UNIQUE: run.unique.fence_token, OF: request.id}
-        is_same = args is request.args and kwargs is request.kwargs
-        if not (is_same or _has_key_of(run, task, args, kwargs)):
-            del headers[UNIQUE]
+    # A body may change the arguments in place.
+    is_same = not run.has_begun and args is request.args and kwargs is request.kwargs
+    if UNIQUE in headers and not (is_same or _has_key_of(run, task, args, kwargs)):
+        del headers[UNIQUE]
     return headers
 
 
 def _has_key_of(run: Any, task: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call has the unique key that a run of its task holds."""
+    """Whether a call has the unique key of a run of its task."""
     terms = terms_of(task)
-    if terms is None or run is None or run.unique is None:
+    if terms is None:
         return False
     lock = terms.unique_of(call_of(task, tuple(args or ()), dict(kwargs or {})), None)
-    return lock is not None and lock.key == run.unique.key
+    return lock is not None and lock.key == run.unique_key
 
 
-def goes_with(lease: Lease, retry: object) -> bool:
-    """Whether the message of a retry carries a unique key."""
+def goes_with(fence: object, retry: object) -> bool:
+    """Whether the message of a retry carries the unique key that has this fence."""
     signature = getattr(retry, "sig", None)
     if signature is None:
         return True  # The task is queued again as it is.
-    return _carries(lease, signature.options)
+    return _carries(fence, signature.options)
 
 
-def _carries(lease: Lease, options: Mapping[str, Any]) -> bool:
-    return (options.get("headers") or {}).get(UNIQUE) == lease.fence_token
+def _carries(fence: object, options: Mapping[str, Any]) -> bool:
+    return (options.get("headers") or {}).get(UNIQUE) == fence
 
 
 def take(lock: JobLock, delivery: Delivery) -> Lease:

@@ -71,6 +71,7 @@ class Run:
 
     Attributes:
         unique: The lease on its unique key, which it holds until its result is stored.
+        unique_key: That key, as its message's arguments make it before the body may change them.
         comes_again: When the retry or replacement comes to which the run leaves its unique key:
             seconds, or a time; None: none was sent. Celery may not know of that task.
         opened: An object that is alive while the unique key is renewed.
@@ -78,6 +79,7 @@ class Run:
 
     def __init__(self, terms: Terms, delivery: Delivery, body: Callable[[], Any]):
         self.unique: Lease | None = None
+        self.unique_key: str | None = None
         # Releases the unique key even if a signal interrupts `ended`: Celery swallows that error.
         self._block = Block(None)
         self.opened: list[object] = [None]
@@ -140,14 +142,14 @@ class Run:
     def _end_claims(self, state: str, retval: Any, *, is_over: bool) -> None:
         if is_over:
             self._give_back(PLACE)
-        unique = self.unique
+        unique, queued = self.unique, self._delivery.header(UNIQUE)
         if unique is None:
             # The task has ended without having taken over its key from the queue.
-            if is_over:
+            if is_over or (state == states.RETRY and not queueing.goes_with(queued, retval)):
                 self._give_back(UNIQUE)
         elif self.comes_again is not None:
             queueing.keep(unique, self._terms, self.comes_again)
-        elif state == states.RETRY and queueing.goes_with(unique, retval):
+        elif state == states.RETRY and queueing.goes_with(unique.fence_token, retval):
             queueing.keep(unique, self._terms, getattr(retval, "when", None))
         else:
             leftovers.free(unique.release, self._terms.backend, unique.key)
@@ -174,6 +176,7 @@ class Run:
         if terms.max_queued and delivery.header(PLACE) is not None:
             self._kept[PLACE] = terms.place_of(sent, delivery.id)
         unique = terms.unique_of(sent, delivery.id)
+        self.unique_key = None if unique is None else unique.key
         if unique is not None and delivery.header(UNIQUE) is not None:
             self._kept[UNIQUE] = unique
         locks = terms.locks_of(delivery.call, sent, delivery.id)
