@@ -1,4 +1,4 @@
-"""Unique keys whose messages the broker has lost: found, and dropped, and no others."""
+"""Claims of tasks whose messages the broker has lost: found, and dropped, and no others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from celery import Celery, _state
 from django.core.management import CommandError, call_command
 
+from django_distlock import LockNotAcquired
 from django_distlock.core.keys import own_key
 from django_distlock.models import LockEvent
 from django_distlock.signals import lock_forced
@@ -26,15 +27,15 @@ from .workers import working
 
 
 class Queue:
-    """A queue of the broker that no worker listens to, and the unique tasks in it."""
+    """A queue of the broker that no worker listens to, and the tasks in it."""
 
     def __init__(self, app: Celery, store: str, key: str):
         self.app, self.store, self.key = app, store, key
 
-    def send(self, suffix: str = "", **options: Any) -> Any:
-        """Send a unique task of a key; return its result."""
+    def send(self, suffix: str = "", name: str = "unique", **options: Any) -> Any:
+        """Send a task of a key; return its result."""
         options = {"queue": self.key, **options}
-        task = self.app.tasks[f"{self.store}.unique"]
+        task = self.app.tasks[f"{self.store}.{name}"]
         return task.apply_async((self.key + suffix,), **options)
 
     def purge(self) -> None:
@@ -68,6 +69,11 @@ def unique_key(key: str) -> str:
     return own_key(f"unique:{key}")
 
 
+def place_key(key: str) -> str:
+    """Return the key of the places of those who wait."""
+    return own_key(f"queue:{key}")
+
+
 @pytest.fixture
 def project(monkeypatch: pytest.MonkeyPatch) -> Callable[[Celery], None]:
     """Give a way to make an app that of the project."""
@@ -94,9 +100,12 @@ def test_purged_tasks_leave_keys_that_are_found(queue: Queue) -> None:
     queue.send()
     queue.send(":urgent", priority=9)
     queue.send(":elsewhere", queue=f"{queue.key}:other")
+    queue.send(name="bounded")
+    queue.send(":elsewhere", name="bounded", queue=f"{queue.key}:other")
     assert queue.orphans() == set()
     queue.purge()
-    assert queue.orphans() == {unique_key(queue.key), unique_key(f"{queue.key}:urgent")}
+    keys = {unique_key(queue.key), unique_key(f"{queue.key}:urgent"), place_key(queue.key)}
+    assert queue.orphans() == keys
     # Whoever has just taken its key may not have sent its message yet.
     assert queue.orphans(older_than=60.0) == set()
 
@@ -114,6 +123,22 @@ def test_keys_are_dropped_and_told(queue: Queue) -> None:
     assert eventually(lambda: [each.reason for each in told.all()] == ["celery purge"])
     assert queue.send().id != lost.id
     assert queue.send(":elsewhere", queue=f"{queue.key}:other").id == kept.id
+
+
+@pytest.mark.parametrize("store", ["default"])
+def test_places_of_purged_tasks_are_given_back(queue: Queue) -> None:
+    """All of those in one backlog, except that of a call whose message is there."""
+    for purged, kept in ((2, 0), (1, 1)):
+        for _ in range(kept):
+            queue.send(name="bounded", queue=f"{queue.key}:other")
+        for _ in range(purged):
+            queue.send(name="bounded")
+        with pytest.raises(LockNotAcquired, match="2 calls already wait"):
+            queue.send(name="bounded")
+        queue.purge()
+        dropped = queue.run(drop=True, reason="celery purge")["dropped"]
+        assert dropped == [place_key(queue.key)] * purged
+    queue.send(name="bounded")
 
 
 @pytest.mark.parametrize("store", ["default"])

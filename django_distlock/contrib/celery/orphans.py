@@ -1,4 +1,4 @@
-"""Find the unique keys of tasks that neither the broker nor a worker has any more."""
+"""Find the claims of tasks that neither the broker nor a worker has any more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kombu.exceptions import OperationalError
 from ...backends.base import BaseLockBackend
 from ...backends.counts import every_record
 from ...core.errors import BackendUnavailable, LockError
-from ...core.keys import UNIQUE_PREFIX
+from ...core.keys import BACKLOG_PREFIX, UNIQUE_PREFIX
 from ...core.records import Record
 from ...process.host import is_gone
 
@@ -32,19 +32,22 @@ class Unseen(LockError):
 
 
 def candidates(store: BaseLockBackend, older_than: float) -> list[Record]:
-    """Return the unique keys that no process holds: of queued tasks, retries and dead processes.
+    """Return the claims that no process holds: of queued tasks, retries and dead processes.
+
+    They are unique keys, and places in a backlog, of which several have one key.
 
     Args:
-        older_than: The seconds that a key must have been held, by the store's clock, because a
-            sender acquires the key before it sends the task.
+        older_than: The seconds that a claim must have been held, by the store's clock, because a
+            sender acquires it before it sends the task.
     """
     since = store.clock() - timedelta(seconds=older_than)
     found: dict[str, Record] = {}
-    for record in every_record(store, prefix=UNIQUE_PREFIX):
-        holder = record.holder
-        is_free = not holder.pid or is_gone(holder)
-        if holder.task_id and is_free and record.acquired_at <= since:
-            found[record.key] = record
+    for prefix in (UNIQUE_PREFIX, BACKLOG_PREFIX):
+        for record in every_record(store, prefix=prefix):
+            holder = record.holder
+            is_free = not holder.pid or is_gone(holder)
+            if holder.task_id and is_free and record.acquired_at <= since:
+                found[record.token] = record
     return list(found.values())
 
 

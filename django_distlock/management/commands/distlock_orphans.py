@@ -1,4 +1,4 @@
-"""Find the unique keys of Celery tasks that the broker has lost, and drop them."""
+"""Find the unique keys and places of Celery tasks that the broker has lost, and drop them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Command(OperatorCommand):
     """`distlock_orphans [--backend ALIAS …] [--queue NAME …] [--drop --reason WHY] …`."""
 
     help = (
-        "Finds the unique keys of Celery tasks that are neither in the broker nor in a worker,"
-        " for example after `celery purge` or after a broker lost its messages. With --drop, the"
-        " keys are released, so that their tasks can be sent again."
+        "Finds the unique keys, and the places among max_queued, of Celery tasks that are neither"
+        " in the broker nor in a worker, for example after `celery purge` or after a broker lost"
+        " its messages. With --drop, they are released, so that such tasks can be sent again."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -116,6 +116,6 @@ class Command(OperatorCommand):
         if shown:
             self.print_locks(shown)
         else:
-            self.stdout.write("No orphaned unique keys were found.")
+            self.stdout.write("No orphaned keys were found.")
         for key in dropped:
             self.stdout.write(self.style.SUCCESS(f"Dropped {printable(key)}."))
