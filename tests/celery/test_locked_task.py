@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import textwrap
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -1378,6 +1379,38 @@ def test_task_that_goes_round_is_one_who_retries(key: str) -> None:
                 assert seen() == [[task_id, True]]
             deliver(work, key, **next_message().headers)
         assert work.AsyncResult(task_id).get() == seen() == []
+
+
+@pytest.mark.parametrize("keys", [{"unique": "{number}"}, {"max_queued": 1}, {"max_queued": 2}])
+def test_claims_are_extended_while_their_task_goes_round(
+    app: Celery, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at each refusal, but before they end; a store that fails is asked again by the next."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task("{number}", on_conflict="retry", unique_ttl=60, **keys)
+    def work(number: int) -> None: ...
+
+    store, now = lock_backends["default"], time.time
+
+    def ends_at() -> list[Any]:
+        return [each.expires_at for each in store.list().records if each.holder.is_queued]
+
+    with queue_of(app) as next_message, hold("7"):
+        work.delay(7)
+        for ahead, error, is_extended in (
+            (0, BackendUnavailable("away"), False),
+            (0, None, True),
+            (0, None, False),
+            (40, None, True),
+        ):
+            before = ends_at()
+            monkeypatch.setattr(time, "time", lambda ahead=ahead: now() + ahead)
+            with mock.patch.object(store, "extend_many", wraps=store.extend_many) as extend:
+                extend.side_effect = error
+                deliver(work, 7, **next_message().headers)
+            assert (ends_at() > before) == is_extended
+            assert len(ends_at()) == 1
 
 
 def test_task_that_is_acknowledged_late_outlasts_an_outage(app: Celery) -> None:

@@ -249,14 +249,30 @@ def begin(lock: JobLock, number: int) -> bool:
 def free(lock: JobLock, fence: int) -> None:
     """Release a message's claim if the key is still held with that fence by that task."""
     store = lock_backends[lock.backend]
+    record = _record_of(store, lock, fence)
+    if record is not None:
+        release(store, record)
+
+
+def extend(store: BaseLockBackend, kept: Sequence[tuple[JobLock, int]], ttl: float) -> bool:
+    """Extend a message's claims, given with their fences; return False if one could not be."""
+    found = [_record_of(store, lock, fence) for lock, fence in kept]
+    grants = [
+        # A call may have asked for a longer time than the others.
+        replace(each.grant, ttl=max(ttl, each.ttl or 0.0))
+        for each in found
+        if each is not None
+    ]
+    return UNKNOWN not in store.extend_many(grants)
+
+
+def _record_of(store: BaseLockBackend, lock: JobLock, fence: int) -> Record | None:
     claims = (
         each
         for each in records_of(store, lock.key)
         if (each.fence, each.holder.task_id) == (fence, lock.task_id)
     )
-    record = next(claims, None)
-    if record is not None:
-        release(store, record)
+    return next(claims, None)
 
 
 def release(store: BaseLockBackend, claim: Record) -> None:

@@ -38,6 +38,8 @@ UNTIL: Final = "distlock_until"
 TIMES: Final = "distlock_times"
 #: The key that the task waits for in its queue, and the note of that wait in the store.
 WAITS: Final = "distlock_waits"
+#: Until when the claims of the message need not be extended, in seconds since 1970.
+KEPT: Final = "distlock_kept"
 #: The attempt that these headers describe: the number of retries.
 ATTEMPT: Final = "distlock_attempt"
 #: Whether the previous delivery was still running.
@@ -50,7 +52,7 @@ _STORED_WITHIN: Final = 0.1
 #: The id of the task that these headers describe, because it may copy them to tasks it sends.
 OF: Final = "distlock_of"
 
-_OURS: Final = frozenset((UNTIL, TIMES, ATTEMPT, AGAIN, WAITS, "redelivered"))
+_OURS: Final = frozenset((UNTIL, TIMES, ATTEMPT, AGAIN, WAITS, KEPT, "redelivered"))
 #: Headers that RabbitMQ adds to a delayed message. It may drop a message that is sent with them.
 _DEATHS: Final = ("x-death", "x-first-death-", "x-last-death-")
 
@@ -142,6 +144,11 @@ class Delivery:
         return None if until is None else float(until)
 
     @property
+    def kept_until(self) -> float:
+        """Until when the claims of the message need not be extended, in seconds since 1970."""
+        return float(self._of_this_attempt(KEPT) or 0.0)
+
+    @property
     def waits(self) -> tuple[str, str] | None:
         """The key that the task waited for in its queue, and the note of that wait; None: none."""
         waits = self._of_this_attempt(WAITS)
@@ -193,10 +200,15 @@ def kept_headers(request: Any) -> dict[str, Any]:
     }
 
 
-def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
+def queue_again(
+    delivery: Delivery, rules: Rules, error: Refusal, keep: Callable[[float], float]
+) -> Retry:
     """Queue the same task again, and return the exception that ends this run.
 
     It does not count as a retry, because `max_retries` is about the task's own retries.
+
+    Args:
+        keep: Extends the claims of the message for a pause, and returns the next `kept_until`.
 
     Raises:
         LockNotAcquired: `max_wait` has ended, or no pause is left.
@@ -214,9 +226,11 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
         raise error
     pause = _kept(delivery, max(pause, _STORED_WITHIN))
     waits = _note(delivery, rules, error, pause)
-    _send(delivery, pause, {UNTIL: until, TIMES: delivery.times + 1, WAITS: waits})
+    is_silent = isinstance(error, BackendUnavailable)
+    kept = delivery.kept_until if is_silent else keep(pause)
+    _send(delivery, pause, {UNTIL: until, TIMES: delivery.times + 1, WAITS: waits, KEPT: kept})
     why = f"{error.key!r} is held"
-    if isinstance(error, BackendUnavailable):
+    if is_silent:
         why = "The store of its locks is unavailable"
         extra = log_fields("queued_again", task=delivery.id, error=error)
         logger.warning(

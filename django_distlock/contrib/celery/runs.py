@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -163,6 +163,19 @@ class Run:
             leftovers.free(free, self._terms.backend, lock.key)
             # Last, because `end` repeats this after an interruption.
             self._kept.pop(header, None)
+
+    def _keep(self, pause: float) -> float:
+        """Extend what the message holds for a pause, unless most of its time is left."""
+        at, until = time.time(), self._delivery.kept_until
+        if not self._kept or at + pause < until:
+            return until
+        kept = [(lock, self._number(header)) for header, lock in self._kept.items()]
+        ttl = claims.queue_ttl(self._terms, self._store.config.max_ttl, pause)
+        # If this fails, the message is queued again all the same, and the next run repeats it.
+        with suppress(LockError):
+            if claims.extend(self._store, kept, ttl):
+                return at + ttl / 2
+        return until
 
     def _number(self, header: str) -> int:
         return int(self._delivery.header(header))
@@ -421,7 +434,7 @@ class Run:
                 self._give_back(UNIQUE)
             return self._run()
         if chosen == "retry" and delivery.is_queued:
-            retry = queue_again(delivery, terms.rules, error)
+            retry = queue_again(delivery, terms.rules, error, self._keep)
             tell_requeued(terms.backend, key, error)
             raise retry
         raise error
