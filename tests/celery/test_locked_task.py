@@ -935,6 +935,27 @@ def test_duplicate_that_is_awaited_is_sent(app: Celery, options: dict[str, str])
     assert awaited.get()["holder"]["task_id"] == first.id
 
 
+def test_awaited_call_without_a_place_has_no_unique_key(app: Celery) -> None:
+    """A worker skips it, and a later call for its key is no duplicate of that."""
+    ran: list[str] = []
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task("lock", unique="{number}", max_queued=1, on_full="drop")
+    def work(self: Any, number: int) -> None:
+        ran.append(self.request.id)
+
+    with queue_of(app) as next_message:
+        first = work.delay(7)
+        awaited = work.apply_async((8,), task_id="an-id")
+        deliver(work, 7, **next_message().headers)
+        last = work.delay(8)
+        for _ in range(2):
+            deliver(work, 8, **next_message().headers)
+    assert ran == [first.id, last.id]
+    assert awaited.get()["why"] == "backlog_full"
+    assert not held_now()
+
+
 def test_result_of_a_duplicate_may_be_ignored(app: Celery) -> None:
     """As that of the first call: it is not stored, and `get()` would wait for it."""
 

@@ -80,11 +80,8 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
     try:
         claim, replaced = _take(place, sending)
     except LockNotAcquired as error:
-        if not sending.is_awaited:
+        if not sending.is_awaited or terms.on_full == "drop":
             raise
-        if terms.on_full == "drop":
-            # The call is sent, because its result is awaited, and a worker skips it.
-            return send(**claims.with_claim(options, PLACE, 0, task_id))
         extra = log_fields("bypassed", backend=place.backend, task=task_id, error=error)
         logger.warning(
             "The backlog of %r is full, and one more call is queued: %s",

@@ -91,7 +91,7 @@ def send(
         is_awaited=is_awaited,
     )
     again = partial(send, task, publish, args, kwargs)
-    publish = partial(publish, args, kwargs)
+    publish = plainly = partial(publish, args, kwargs)
     if terms.max_queued and not goes_on:
         publish = partial(backlog.publish, sending, publish)
     if terms.unique is not None:
@@ -102,6 +102,9 @@ def send(
     except LockNotAcquired as error:
         if error.code != backlog.FULL or terms.on_full != "drop":
             raise
+        if is_awaited:
+            # Others wait for this task id: it is sent without a claim, and a worker skips it.
+            return plainly(task_id=task_id, **claims.with_claim(options, backlog.PLACE, 0, task_id))
         return sending.skipped(error, terms.place_of(sending.call, task_id))
 
 
