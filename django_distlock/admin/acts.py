@@ -19,8 +19,7 @@ from .. import inspection
 from ..core.errors import BackendUnavailable, LockError
 from ..core.wording import printable
 from ..handler import lock_backends
-from ..inspection import Operation, Outcome
-from ..inspection.asking import silent
+from ..inspection import Operation, Outcome, asking
 from .addresses import Target
 from .filters import named_backends
 
@@ -166,9 +165,14 @@ def act_on(
 ) -> None:
     """Run an operation on keys, one after the other, and show messages about the results."""
     done = 0
+    silent: set[str] = set()
     for target in targets:
         outcomes: list[Outcome] = []
         failed: Exception | None = None
+        if target.backend in silent:
+            text = _("Not tried for %(key)s: its backend did not answer.")
+            messages.error(request, text % {"key": printable(target.key)})
+            continue
         for seen in _holders(act, target):
             try:
                 outcome = act.run(
@@ -177,8 +181,9 @@ def act_on(
                 outcomes.append(outcome)
             except (LockError, ImproperlyConfigured) as error:
                 failed = error
-                # A store that is down does not answer about the next holder either.
+                # A store that is down does not answer about the next holder or key either.
                 if isinstance(error, BackendUnavailable):
+                    silent.add(target.backend)
                     break
         if failed is not None:
             text = _("Failed for %(key)s: %(error)s") % {
@@ -271,7 +276,7 @@ class CleanupForm(ReasonForm):
 
 def records_over() -> Iterator[tuple[str, int | None, str]]:
     """Yield each alias with its number of expired records (None: unknown), and an error's text."""
-    failures = silent()
+    failures = asking.silent()
     for alias in lock_backends:
         if alias in failures:
             yield alias, None, failures[alias].message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +20,10 @@ from django.utils.http import quote_etag
 from django.utils.translation import get_language
 from django.utils.translation import gettext as _
 
-from ..core.errors import LockError
+from ..core.errors import BackendUnavailable, LockError
 from ..core.wording import printable
 from ..handler import lock_backends
-from ..inspection import Operation, may, show
-from ..inspection.asking import silent
+from ..inspection import Operation, asking, may, show
 from ..models import HeldLock
 from .acts import ACTS, Act, CleanupForm, act_on, allowed, another, clean_up, records_over
 from .addresses import Pages, Target, object_page
@@ -103,7 +102,7 @@ class LockDashboard(ReadOnlyAdmin):
             "target": target,
             "object": object_page(target.key, self.admin_site, request),
         }
-        page = _looked_at(target, self._pages, tells_who=may_see_events(request))
+        page = _looked_at(target, self._pages, {}, tells_who=may_see_events(request))
         if isinstance(page, KeyPage):
             acts = [each for each in allowed(request.user) if page.fits(each.operation)]
             context |= {"page": page, "acts": acts, "chain": page.chain()}
@@ -118,12 +117,9 @@ class LockDashboard(ReadOnlyAdmin):
         targets = [Target.of(Target(alias, key).text) for alias in lock_backends]
         if not targets:
             raise Http404
-        failures = silent()
+        failures = {alias: each.message for alias, each in asking.silent().items()}
         pages = [
-            (each, f"{printable(key)}: {failures[each.backend].message}")
-            if each.backend in failures
-            else (each, _looked_at(each, self._pages, tells_who=False))
-            for each in targets
+            (each, _looked_at(each, self._pages, failures, tells_who=False)) for each in targets
         ]
         found = [
             (self._pages.key(target), target, page)
@@ -161,7 +157,7 @@ class LockDashboard(ReadOnlyAdmin):
             **self._context(request, str(act.label)),
             "act": act,
             "form": form,
-            "keys": [_chosen_page(each, self._pages, tells_who=sees) for each in targets],
+            "keys": list(_chosen_pages(targets, self._pages, tells_who=sees)),
             "back": request.POST.get("back", ""),
             "back_address": back,
         }
@@ -220,16 +216,30 @@ def _chosen(request: HttpRequest, act: Act) -> list[Target]:
     return [Target(*names, fences) for names, fences in found.items()]
 
 
-def _looked_at(target: Target, pages: Pages, *, tells_who: bool) -> KeyPage | str:
-    """Return the page of a key, or the text of an error if its backend does not answer."""
-    try:
-        return KeyPage(show(target.key, target.backend), target, pages, tells_who)
-    except (LockError, ImproperlyConfigured) as error:
-        return f"{printable(target.key)}: {error}"
+def _looked_at(
+    target: Target, pages: Pages, silent: dict[str, str], *, tells_who: bool
+) -> KeyPage | str:
+    """Return the page of a key, or the text of an error if its backend does not answer.
+
+    Args:
+        silent: The errors of backends that did not answer. They are not asked again.
+    """
+    if target.backend not in silent:
+        try:
+            return KeyPage(show(target.key, target.backend), target, pages, tells_who)
+        except BackendUnavailable as error:
+            silent[target.backend] = str(error)
+        except (LockError, ImproperlyConfigured) as error:
+            return f"{printable(target.key)}: {error}"
+    return f"{printable(target.key)}: {silent[target.backend]}"
 
 
-def _chosen_page(target: Target, pages: Pages, *, tells_who: bool) -> KeyPage | str:
-    """Return the same, and a text, too, if none of the chosen holders has the key any more."""
-    page = _looked_at(target, pages, tells_who=tells_who)
-    is_gone = isinstance(page, KeyPage) and page.all_rows and not page.rows
-    return another(target) if is_gone else page
+def _chosen_pages(
+    targets: Iterable[Target], pages: Pages, *, tells_who: bool
+) -> Iterator[KeyPage | str]:
+    """Yield the same, and a text, too, if none of the chosen holders has the key any more."""
+    silent: dict[str, str] = {}
+    for target in targets:
+        page = _looked_at(target, pages, silent, tells_who=tells_who)
+        is_gone = isinstance(page, KeyPage) and page.all_rows and not page.rows
+        yield another(target) if is_gone else page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from html import escape, unescape
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import parse_qs, quote
 
 import pytest
@@ -12,7 +12,7 @@ from django.contrib.admin.utils import quote as admin_quote
 from django.contrib.auth.models import User
 from django.test import Client, override_settings
 
-from django_distlock import lock_backends
+from django_distlock import BackendUnavailable, lock_backends
 from django_distlock.core.wording import printable
 from django_distlock.inspection import Operation
 from django_distlock.models import FenceCounter, LockEvent
@@ -144,7 +144,32 @@ def test_hostile_keys_are_text_in_messages(browser: Client) -> None:
     for each in shown:
         assert f"there was nothing to do for {each}." in nothing
         assert f'class="errornote">{each}: ' in asked
-        assert f"Failed for {each}: " in done
+        assert f" for {each}: " in done
+    assert "Failed for " in done
+    assert "Not tried for " in done
+
+
+def test_silent_backend_is_asked_once(
+    browser: Client, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each page, however many of its keys are chosen; the keys of others are dealt with."""
+    asked: list[str] = []
+
+    def silent(*_: Any) -> NoReturn:
+        asked.append(key)
+        raise BackendUnavailable("no answer")
+
+    for each in ("read", "clock"):
+        monkeypatch.setattr(lock_backends["postgres"], each, silent)
+    targets = [f"backend=postgres&key={key}-{each}" for each in "abc"]
+    targets.append(f"backend=sqlite&key={key}")
+    text = browser.post(OPERATE, form(Operation.PAUSE, target=targets)).content.decode()
+    assert (text.count("no answer"), len(asked)) == (3, 1)
+    sent = confirmed(Operation.PAUSE, target=targets)
+    text = browser.post(OPERATE, sent, follow=True).content.decode()
+    assert "1 key paused." in text
+    assert f"Failed for {key}-a: no answer" in text
+    assert text.count("Not tried for ") == 2
 
 
 def test_key_is_shortened_asked_paused_and_resumed(
