@@ -116,6 +116,8 @@ class KeyPage:
         paused = self.view.paused_until is not None
         if operation in (Operation.PAUSE, Operation.RESUME):
             return paused == (operation is Operation.RESUME)
+        if operation is Operation.EXPIRE_SOON:
+            return any(each.lock.expires_at is not None for each in self.rows)
         return self.view.held is not None
 
     @property

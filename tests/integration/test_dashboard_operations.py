@@ -194,7 +194,7 @@ def test_key_is_shortened_asked_paused_and_resumed(
 
 
 def test_page_of_a_key_offers_what_can_be_done(browser: Client, key: str) -> None:
-    """To a key that is unknown, to one that is held, to one that is paused, and to a free one."""
+    """To a key that is unknown, held, held without an end, paused, and free."""
     address = f"{LOCKS}key/?backend=postgres&key={key}"
 
     def offered() -> list[str]:
@@ -204,6 +204,9 @@ def test_page_of_a_key_offers_what_can_be_done(browser: Client, key: str) -> Non
     assert "has no record of this key" in browser.get(address).content.decode()
     take("postgres", key)
     assert offered() == ["request_stop", "expire_soon", "force_release", "pause"]
+    browser.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key))
+    take("postgres", key, None)
+    assert offered() == ["request_stop", "force_release", "pause"]
     browser.post(OPERATE, confirmed(Operation.PAUSE, key))
     browser.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key))
     assert offered() == ["resume"]
