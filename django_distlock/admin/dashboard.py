@@ -102,7 +102,8 @@ class LockDashboard(ReadOnlyAdmin):
             "target": target,
             "object": object_page(target.key, self.admin_site, request),
         }
-        page = _looked_at(target, self._pages, {}, tells_who=may_see_events(request))
+        sees = may_see_events(self.admin_site, request)
+        page = _looked_at(target, self._pages, {}, tells_who=sees)
         if isinstance(page, KeyPage):
             acts = [each for each in allowed(request.user) if page.fits(each.operation)]
             context |= {"page": page, "acts": acts, "chain": page.chain()}
@@ -152,7 +153,7 @@ class LockDashboard(ReadOnlyAdmin):
         if form.is_valid():
             act_on(request, act, targets, form.arguments())
             return redirect(back)
-        sees = may_see_events(request)
+        sees = may_see_events(self.admin_site, request)
         context = {
             **self._context(request, str(act.label)),
             "act": act,

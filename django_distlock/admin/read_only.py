@@ -99,16 +99,19 @@ class FenceCounterAdmin(ReadOnlyAdmin):
     readonly_fields = ("plain_key", "stored_as", "plain_fence", "paused", "by")
 
     def get_list_display(self, request: HttpRequest) -> list[Any]:
-        return _for_user(request, super().get_list_display(request))
+        return self._for_user(request, super().get_list_display(request))
 
     def get_fields(self, request: HttpRequest, obj: models.Model | None = None) -> list[Any]:
-        return _for_user(request, super().get_fields(request, obj))
+        return self._for_user(request, super().get_fields(request, obj))
+
+    def _for_user(self, request: HttpRequest, names: Iterable[Any]) -> list[Any]:
+        return [each for each in names if each != "by" or may_see_events(self.admin_site, request)]
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
         """Allow filters by who paused a key only to users who may see that."""
         is_about_who = lookup.startswith("paused_by")
         allowed: bool = super().lookup_allowed(lookup, value, request)
-        return allowed and (not is_about_who or may_see_events(request))
+        return allowed and (not is_about_who or may_see_events(self.admin_site, request))
 
     plain_key = _column(_("key"), lambda counter: printable(counter.key), "key")
     stored_as = _column(_("storage key"), lambda counter: printable(counter.storage_key))
@@ -155,13 +158,13 @@ class LockEventAdmin(ReadOnlyAdmin):
         return format_html('<a href="{}"><bdi>{}</bdi></a>', href, printable(key))
 
 
-def may_see_events(request: HttpRequest) -> bool:
+def may_see_events(site: admin.AdminSite, request: HttpRequest) -> bool:
     """Whether the user may see the names of operators and their reasons."""
-    return bool(request.user.has_perm("django_distlock.view_lockevent"))
-
-
-def _for_user(request: HttpRequest, names: Iterable[Any]) -> list[Any]:
-    return [each for each in names if each != "by" or may_see_events(request)]
+    if not request.user.has_perm("django_distlock.view_lockevent"):
+        return False
+    # A project may have restricted the permission to view.
+    is_open = not site.is_registered(LockEvent)
+    return is_open or site.get_model_admin(LockEvent).has_view_permission(request)
 
 
 def _moment(instant: datetime | None) -> str:
