@@ -231,6 +231,7 @@ def test_lease_that_nobody_gave_back_is_counted_and_named(
     text = page(browser, backend=alias)
     assert "Expired, not released" in text
     listed = text[text.index('id="distlock-expired"') :]
+    assert "Their places are free; others may still hold a shared key." in listed
     assert key in listed
     assert "grave worker[4711]" in listed
     shown = key_page(browser, alias, key)
