@@ -28,6 +28,7 @@ exit codes:
   1  something was found
   2  the arguments break a rule, or a path does not exist
   3  nothing was found, but files could not be read (they are named)
+  4  the output could not be written
 """
 
 
@@ -126,6 +127,23 @@ def _place(name: str, line: int, text: str) -> dict[str, object]:
 FORMATS = {"text": as_text, "json": as_json, "sarif": as_sarif}
 
 
+def _print(text: str) -> OSError | None:
+    """Print a text. Return why it could not be written; None: it was, or nobody reads it."""
+    if sys.stdout is None:  # It was closed before we began.
+        return None
+    encoding = sys.stdout.encoding
+    try:
+        # The name of a file may have bytes that are no text.
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # The interpreter writes buffered texts at its end, which would fail as well.
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return None if isinstance(error, BrokenPipeError) else error
+    return None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Audit what the arguments name, and return the exit code."""
     parser = argparse.ArgumentParser(
@@ -150,9 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in dict.fromkeys(files(options.paths, options.exclude, audit.skip)):
         audit.read(path)
     found = audit.findings({*(options.select or RULES)} - {*(options.ignore or ())})
-    text, encoding = FORMATS[options.format](found, audit.unread, audit.files), sys.stdout.encoding
-    # The name of a file may have bytes that are no text.
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    if error := _print(FORMATS[options.format](found, audit.unread, audit.files)):
+        parser.exit(4, f"{parser.prog}: the output could not be written: {error}\n")
     return 1 if found else 3 if audit.unread else 0
 
 

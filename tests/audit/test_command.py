@@ -170,6 +170,23 @@ def test_exit_code(
     assert audit(capsys, str(tmp_path))[0] == code
 
 
+def test_output_that_cannot_be_written_is_no_finding(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was closed, before or meanwhile, is missed by nobody; a full disk is told."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as nobody, Path("/dev/full").open("w") as full:
+        for out in (None, nobody):
+            monkeypatch.setattr(sys, "stdout", out)
+            assert main(["jobs.py"]) == 1
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as raised:
+            main(["jobs.py"])
+    assert raised.value.code == 4
+    assert "could not be written: [Errno 28]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["nowhere"], [".", "--select", "no-rule"], [".", "--format", "xml"]]
 )
@@ -192,7 +209,7 @@ def test_help_and_page_name_each_rule_and_exit_code(capsys: pytest.CaptureFixtur
     for rule in RULES:
         assert f"\n  {rule}\n" in text
         assert f"\n| `{rule}` | " in PAGE
-    for code in (0, 1, 2, 3):
+    for code in (0, 1, 2, 3, 4):
         assert f"\n  {code}  " in text
         assert f"\n| {code} | " in PAGE
     for option in re.findall(r"^  (--[\w-]+)", text, re.MULTILINE):
