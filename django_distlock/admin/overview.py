@@ -23,11 +23,11 @@ from ..inspection import (
     LockPage,
     Summary,
     TransactionLock,
+    asking,
     list_locks,
     list_transactions,
     summary,
 )
-from ..inspection.asking import silent
 from ..inspection.diagnosis import has_lost
 from ..inspection.history import History, history
 from ..inspection.showing import expired_locks
@@ -120,7 +120,7 @@ class Overview:
     @classmethod
     def of(cls, form: FilterForm, cursor: str | None, pages: Pages) -> Overview:
         """Read a page of all backends, from a cursor on; the first page if it is illegal."""
-        arguments, failures = form.arguments(), silent()
+        arguments, failures = form.arguments(), asking.silent()
         answering = [each for each in lock_backends if each not in failures]
         wanted = arguments["backends"] or answering
         arguments["backends"] = [each for each in answering if each in wanted]

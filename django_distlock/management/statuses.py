@@ -19,6 +19,8 @@ LOST: Final = 76
 #: As of shells: the program exists but cannot be run; there is no such program.
 NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127
+#: The same: Ctrl-C ended it.
+INTERRUPTED: Final = 130
 
 
 def own_version() -> str | None:

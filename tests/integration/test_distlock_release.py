@@ -13,7 +13,7 @@ from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from django.conf import settings
@@ -344,6 +344,20 @@ def test_question_is_asked_first(grants: list[Grant], key: str) -> None:
     ran = run("distlock_release", grants[1].key, OF, "--reason=known", answers="yes\n")
     assert ran.status == 0
     assert event_of(grants[1].key).reason == "known"
+
+
+def test_ctrl_c_at_a_question_is_a_no(
+    grants: list[Grant], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each of the two; the status names the signal."""
+    stdin = Mock()
+    stdin.readline.side_effect = [KeyboardInterrupt, "yes\n", KeyboardInterrupt]
+    monkeypatch.setattr(sys, "stdin", stdin)
+    for _ in range(2):
+        with pytest.raises(CommandError, match=r"^Nothing was released\.$") as raised:
+            call_command("distlock_release", "--prefix", key, OF, stdout=StringIO())
+        assert raised.value.returncode == 128 + signal.SIGINT
+    assert still_held(grants) == [True] * 3
 
 
 def test_question_counts_all_who_share_a_key(key: str) -> None:

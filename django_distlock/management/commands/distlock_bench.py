@@ -16,11 +16,10 @@ from ...inspection import Failure
 from ..bench import PARTS, Bench, Measured, Plan, Times
 from ..operating import Cell, OperatorCommand, add_backends
 from ..reading import between, up_to
-from ..statuses import BUSY, UNAVAILABLE, own_version, who_holds
+from ..statuses import BUSY, INTERRUPTED, UNAVAILABLE, own_version, who_holds
 
 #: The longest measurement, in seconds.
 _LONGEST = 600.0
-_INTERRUPTED = 130
 
 
 class Command(OperatorCommand):
@@ -75,7 +74,7 @@ class Command(OperatorCommand):
             interrupted = True
         if interrupted:
             # Not above: the traceback there would keep an interrupted block from being ended.
-            raise CommandError("Interrupted. The keys were released.", returncode=_INTERRUPTED)
+            raise CommandError("Interrupted. The keys were released.", returncode=INTERRUPTED)
         failed = [each for those in failures.values() for each in those]
         if json:
             self.print_json({**_about(plan), "backends": found,

@@ -18,7 +18,7 @@ from ...inspection.showing import show_present
 from ..interrupting import held_back
 from ..operating import OperatorCommand, add_reason, every_page, named, refuse_memory
 from ..reading import add_backend
-from ..statuses import BUSY, UNAVAILABLE, USAGE
+from ..statuses import BUSY, INTERRUPTED, UNAVAILABLE, USAGE
 
 
 class Command(OperatorCommand):
@@ -106,8 +106,11 @@ class Command(OperatorCommand):
     def _answer(self, question: str) -> str:
         self.stdout.write(question, ending="")
         self.stdout.flush()
-        # None: standard input was closed before we began.
-        return "" if sys.stdin is None else sys.stdin.readline().strip()
+        try:
+            # None: standard input was closed before we began.
+            return "" if sys.stdin is None else sys.stdin.readline().strip()
+        except KeyboardInterrupt:
+            raise CommandError("Nothing was released.", returncode=INTERRUPTED) from None
 
     def _take(
         self,
