@@ -946,7 +946,7 @@ def test_awaited_call_without_a_place_has_no_unique_key(app: Celery) -> None:
 
     with queue_of(app) as next_message:
         first = work.delay(7)
-        awaited = work.apply_async((8,), task_id="an-id")
+        awaited = work.apply_async((8,), task_id="id-without-a-place")
         deliver(work, 7, **next_message().headers)
         last = work.delay(8)
         for _ in range(2):
