@@ -60,11 +60,16 @@ def test_nobody_waits_for_a_connection(
     url = with_query(private.url, client_name=NAME, socket_timeout=PATIENCE)
     backend = backend_on(url, lock_connections=limit)
     take(backend, key)
+    idle = backend.store._lines._idle
     with stopped(client):
         waiting = [Later(backend.read, key) for _ in range(number)]
-        eventually(lambda: not backend.store._lines._idle, "the connection is in use")
+        eventually(lambda: not idle, "the connection is in use")
     assert all(each.result() is not None for each in waiting)
     assert connections(client) == limit
+    # They are closed with the backend, before a socket can warn that it is still open.
+    del backend, waiting
+    gc.collect()
+    eventually(lambda: connections(client) == 0, "the connections are closed")
 
 
 async def test_coroutines_share_the_connections_of_threads(

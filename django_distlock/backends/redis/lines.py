@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import socket
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -80,6 +81,8 @@ class ThreadLines:
         self._pool = pool
         self._limit = limit
         self._idle: deque[Any] = deque()
+        # Not by `__del__`: in a cycle, a socket may come first, and warn that it is still open.
+        weakref.finalize(self, _close, self._idle).atexit = False
 
     def ask(self, call: Call, *, asking: bool = False) -> Any:
         """Call a script, loading it if necessary, and raise its error.
@@ -122,9 +125,7 @@ class ThreadLines:
     def keep_none(self) -> None:
         """Close connections as soon as they are not in use."""
         self._limit = 0
-        with suppress(IndexError):
-            while True:
-                self._idle.pop().disconnect()
+        _close(self._idle)
         # With Sentinel, also the connections to the sentinels.
         manager = getattr(self._pool, "sentinel_manager", None)
         for sentinel in manager.sentinels if manager else ():
@@ -170,6 +171,12 @@ class ThreadLines:
                 self._idle.append(connection)
             else:
                 connection.disconnect()
+
+
+def _close(idle: deque[Any]) -> None:
+    with suppress(IndexError):
+        while True:
+            idle.pop().disconnect()
 
 
 def _taken(pool: Any, idle: deque[Any]) -> Any:
