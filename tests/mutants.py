@@ -307,7 +307,6 @@ MUTANTS = (
         old=r" AND storage_key = %s AND fence = %s RETURNING",
         new=" AND storage_key = %s AND %s > 0 RETURNING",
         test="tests/contract/test_advisory.py::test_request_to_stop_that_comes_late_is_for_nobody",
-        case="",
     ),
     Mutant(
         "the row is not locked", "memory", MEMORY,
@@ -467,7 +466,7 @@ MUTANTS = (
     Mutant(
         "a session lock is missed whose answer was taken by who was interrupted", "advisory",
         f"{ADVISORY}/session.py", old=r"self\._receive\(until\)\n\n    def look",
-        new="self._receive(until)[0]\n\n    def look", case="",
+        new="self._receive(until)[0]\n\n    def look",
         test="tests/contract/test_advisory.py::test_answer_that_was_taken_is_not_missed",
     ),
     Mutant(

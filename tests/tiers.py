@@ -21,6 +21,7 @@ from typing import Literal
 import pytest
 
 from .backends import BACKENDS, Registered
+from .mutants import MUTANTS
 from .services_plugin import KINDS, ask_for
 
 # Hypothesis would load trio, which only Selenium needs here: a second for each process of a run.
@@ -101,6 +102,28 @@ SLOW_WORDS = {"mariadb", "mysql", "redis_cluster"}
 #: Files in these that are about the tests themselves, or run long.
 NOT_QUICK = frozenset({"unit/test_promises.py", "unit/test_services.py"})
 
+#: The faults whose test a quick run has: without MariaDB, and without workers of Celery.
+QUICK_FAULTS = [
+    each
+    for each in MUTANTS
+    if not each.backend.startswith(("mariadb", "redis_cluster"))
+    and not each.test.startswith("tests/celery/")
+]
+
+
+def case_of(test_id: str) -> tuple[str, Set[str]]:
+    """Return a test and the words of its case: their order depends on what else is collected."""
+    test, _, case = test_id.partition("[")
+    return test, frozenset(case.rstrip("]").split("-"))
+
+
+#: Whoever runs all tests has the cases that are named for faults.
+OF_FAULTS = {case_of(each.test_id) for each in MUTANTS}
+OF_QUICK_FAULTS = {case_of(each.test_id) for each in QUICK_FAULTS}
+FILES_OF_FAULTS = {each.test.partition("::")[0].removeprefix("tests/") for each in QUICK_FAULTS}
+#: Tests of the contract, and the backends that they run on for a fault.
+ON_BACKENDS = {(each.test, each.backend) for each in QUICK_FAULTS}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--all`."""
@@ -169,6 +192,10 @@ def _relative(path: Path) -> Path:
 
 def _has_quick(file: Path) -> bool:
     path = _relative(file)
+    return path.as_posix() in FILES_OF_FAULTS or _is_named(path)
+
+
+def _is_named(path: Path) -> bool:
     is_named = not {path.parts[0], path.as_posix()}.isdisjoint(QUICK)
     return is_named and path.as_posix() not in NOT_QUICK
 
@@ -195,12 +222,16 @@ def taken(items: list[pytest.Item], tier: Tier) -> list[pytest.Item]:
     if tier == "chosen":
         return items[:]
     wanted = {*_paired(each for each in items if not each.get_closest_marker("nightly"))}
+    wanted |= {each for each in items if case_of(each.nodeid) in OF_FAULTS}
     return [each for each in items if each in wanted and (tier == "all" or _is_quick(each))]
 
 
 def _is_quick(item: pytest.Item) -> bool:
-    names = QUICK.get(_relative(item.path).as_posix())
-    if not _has_quick(item.path) or (names and item.name.partition("[")[0] not in names):
+    if case_of(item.nodeid) in OF_QUICK_FAULTS:
+        return True
+    path = _relative(item.path)
+    names = QUICK.get(path.as_posix())
+    if not _is_named(path) or (names and item.name.partition("[")[0] not in names):
         return False
     callspec = getattr(item, "callspec", None)
     if callspec and not SLOW_WORDS.isdisjoint(callspec.id.split("-")):
@@ -222,7 +253,8 @@ def may_take(test: pytest.Item, alias: str) -> bool:
     subject = _subject(test)
     # A shape has its turn on one of all backends.
     is_quick = test.config.stash[TIER] == "quick" and subject not in OF_SHAPES
-    return not is_quick or alias in _quick_backends(subject)
+    is_of_fault = (test.nodeid, alias) in ON_BACKENDS
+    return not is_quick or is_of_fault or alias in _quick_backends(subject)
 
 
 def _paired(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:

@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 
 from tests.backends import BACKENDS
-from tests.tiers import ALL, Tier, taken, value_in_turn
+from tests.tiers import ALL, OF_FAULTS, OF_QUICK_FAULTS, Tier, case_of, taken, value_in_turn
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/explanation/guarantees.md"
@@ -84,11 +84,17 @@ def collected() -> Listed:
 
 
 @pytest.fixture(scope="module")
-def tiers(pytestconfig: pytest.Config) -> dict[str, Tests]:
+def cases(pytestconfig: pytest.Config) -> Listed:
     """Give what each tier takes, without nightly tests."""
-    is_all = ALL in pytestconfig.stash
+    everything = pytestconfig.stash.get(ALL, None)
+    return collected() if everything is None else listed(everything)
+
+
+@pytest.fixture(scope="module")
+def tiers(cases: Listed) -> dict[str, Tests]:
+    """Give the tests of each tier with their backends."""
     found: dict[str, Tests] = {}
-    for tier, tests in (listed(pytestconfig.stash[ALL]) if is_all else collected()).items():
+    for tier, tests in cases.items():
         backends = defaultdict[str, set[str]](set)
         for name, in_turn in tests:
             test, _, case = name.rstrip("]").partition("[")
@@ -130,3 +136,11 @@ def test_quick_run_has_each_promise_about_backends(tiers: dict[str, Tests]) -> N
     files = by_file(tiers["all"])
     of_backends = {each for each in files if each.startswith(("tests/contract/", "tests/core/"))}
     assert of_backends - by_file(tiers["quick"]).keys() == set()
+
+
+def test_faults_are_caught_without_the_mutants(cases: Listed) -> None:
+    """By a run of all tests each of them, and most of them by a quick one."""
+    quick, every = ({case_of(name) for name, _ in cases[tier]} for tier in ("quick", "all"))
+    assert OF_FAULTS - every == set()
+    assert OF_QUICK_FAULTS - quick == set()
+    assert len(OF_FAULTS & quick) > len(OF_FAULTS) * 3 / 4
