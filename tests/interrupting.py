@@ -5,7 +5,10 @@ from __future__ import annotations
 import linecache
 import signal
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -68,23 +71,52 @@ def interrupt_at(
     return False
 
 
+@contextmanager
+def alarms(raised: type[BaseException] = Interrupted) -> Iterator[Callable[[float], None]]:
+    """Give a function that lets a signal raise in the main thread in so many seconds; 0: no more.
+
+    At its own end, it raises nothing any more.
+    """
+    assert threading.current_thread() is threading.main_thread()
+    is_due, is_over = False, False
+
+    def strike(number: int, frame: FrameType | None) -> None:
+        nonlocal is_due
+        is_due = False
+        if not is_over:
+            raise raised
+
+    def arm(seconds: float) -> None:
+        nonlocal is_due
+        # Not behind the call: it may strike amid that, in a finaliser, which swallows it.
+        is_due = is_due or seconds > 0
+        left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+        if seconds:
+            return
+        # The system may have given the signal to another thread, which has not told this one yet.
+        while is_due and not left:
+            time.sleep(0.001)
+        is_due = False
+
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        yield arm
+    finally:
+        is_over = True
+        arm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def interrupt_after(seconds: float, work: Callable[[], object]) -> bool:
     """Let a signal raise so many seconds after this has begun to work; say whether that ended it.
 
     For the main thread. What is raised in a finaliser is lost, and the work goes on.
     """
-
-    def strike(number: int, frame: FrameType | None) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, strike)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        work()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except Interrupted:
-        return True
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with alarms() as arm:
+        try:
+            arm(seconds)
+            work()
+            arm(0)
+        except Interrupted:
+            return True
     return False

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 import linecache
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
 import django_distlock
+from tests import interrupting
 
 #: Lines behind which the interpreter does not look for signals before the function has returned.
 _WHOLE = ("del ", "left.watch(ending)")
@@ -26,24 +26,8 @@ class TimeIsUp(Exception):
     """What a time limit raises. No error of a store: such as Celery's `SoftTimeLimitExceeded`."""
 
 
-@contextmanager
-def alarms() -> Iterator[Callable[[float], None]]:
-    """Give a function that lets a real signal raise in so many seconds; 0: not any more."""
-    assert threading.current_thread() is threading.main_thread()
-
-    def strike(number: int, frame: FrameType | None) -> None:
-        raise TimeIsUp
-
-    before = signal.signal(signal.SIGALRM, strike)
-    try:
-        yield _arm
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _arm(seconds: float) -> None:
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+#: The signal raises `TimeIsUp` here.
+alarms = partial(interrupting.alarms, TimeIsUp)
 
 
 def strike_again_and_again(

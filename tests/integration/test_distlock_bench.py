@@ -169,6 +169,20 @@ def benching(
         yield bench, said
 
 
+def interrupt(bench: Forked, output: IO[str]) -> str:
+    """Press Ctrl-C; return what the bench said. Again where Python told that this was ignored."""
+    bench.send_signal(signal.SIGINT)
+    said: list[str] = []
+    for line in output:
+        said.append(line)
+        if line.startswith("KeyboardInterrupt"):
+            # A finaliser can raise nothing, and Django has one for each row that was read.
+            assert "ModelState.__del__" in said[0]
+            said.clear()
+            bench.send_signal(signal.SIGINT)
+    return "".join(said)
+
+
 @pytest.mark.parametrize(("part", "key"), [("pair", PAIR), ("handoff", HAND_OFF)])
 def test_interrupted_bench_holds_nothing(part: str, key: str) -> None:
     """Its keys are free at once, and the status names the signal."""
@@ -176,8 +190,7 @@ def test_interrupted_bench_holds_nothing(part: str, key: str) -> None:
     with benching(
         Project("default"), f"--only={part}", at_work=lambda: store.read(key) is not None
     ) as (bench, output):
-        bench.send_signal(signal.SIGINT)
-        said = output.read()
+        said = interrupt(bench, output)
         assert bench.wait(PATIENCE) == 128 + signal.SIGINT, said
     assert "Interrupted" in said
     assert "Traceback" not in said
