@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from datetime import datetime, timedelta
 from io import StringIO
 from pathlib import Path
@@ -19,6 +20,7 @@ from django.core.management import CommandError, ManagementUtility, call_command
 from django.test import override_settings
 
 from django_distlock import distlock, lock_backends
+from django_distlock.locks.lease import Lease
 from django_distlock.management import leash
 from django_distlock.management.programs import Program, Signals, find
 from django_distlock.models import FenceCounter
@@ -432,6 +434,16 @@ def test_lost_lock_ends_the_program(project: Project, key: str) -> None:
         assert run.status() == 76
         assert f"The lock on '{key}' was lost: its program was stopped." in run.said
     assert state_of(child) == ""
+
+
+def test_loss_that_we_see_first_waits_for_no_grace(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for the program sees its end, also if no callback has come before."""
+    monkeypatch.setattr(Lease, "on_lost", lambda *_: lock_backends["default"].force_release(key))
+    began = time.monotonic()
+    assert status_here(key, "--ttl", "1", "--grace", "20", "--", "sleep", "60") == 76
+    assert time.monotonic() - began < 10
 
 
 def test_loss_before_the_end_is_told_behind_it(project: Project, key: str) -> None:

@@ -22,6 +22,7 @@ from ...core.durations import seconds, ttl_seconds, wait_seconds
 from ...core.errors import InvalidArgument, LockError, LockLost, LockNotAcquired, LockUsageError
 from ...core.sharing import validate_permits
 from ...handler import lock_backends
+from ...locks.callbacks import apart
 from ...locks.lease import Lease
 from ...locks.lock import Lock, distlock
 from ...locks.taking import UNSET
@@ -219,6 +220,14 @@ class _Run:
         # Called in its own thread, by a look, or after the program's end: only the first call acts.
         if not self._is_lost.acquire(blocking=False):
             return
+        handle = partial(self._handle_loss, program, lease)
+        if program.is_running:
+            # The thread that waits for the program must go on: what nobody has waited for exists.
+            apart(handle)
+        else:
+            handle()
+
+    def _handle_loss(self, program: Program, lease: Lease) -> None:
         try:
             if not program.is_running:
                 self._say(lease, "was lost; its program has ended")
