@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.schedules import crontab
+from django.conf import settings
 from django.test import override_settings
 
 from django_distlock import InvalidArgument, InvalidLockBackend, LockNotAcquired, distlock
@@ -285,6 +286,19 @@ def test_second_beat_stands_by_and_says_whom_it_waits_for(
     first.close()
     run(second)
     assert RAN == ["a"]
+
+
+def test_second_beat_pauses_though_its_attempts_end_at_once(
+    make: Callable[..., DistlockScheduler], alias: str
+) -> None:
+    """With a `RETRY` that allows few attempts, it asks once a second and not all the time."""
+    few = {**settings.DISTLOCK[alias], "RETRY": {"max_retries": 0}}
+    with override_settings(DISTLOCK={**settings.DISTLOCK, alias: few}):
+        first, second = make("a"), make("a")
+        run(first)
+        assert Later(second.tick).result() == AGAIN
+        first.close()
+        second.close()
 
 
 class Ended(DistlockScheduler):

@@ -18,6 +18,7 @@ from celery.utils.time import maybe_make_aware
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 
+from ...core.clock import monotonic
 from ...core.errors import BackendUnavailable
 from ...core.keys import own_key
 from ...core.records import LEADER
@@ -29,7 +30,7 @@ from .beats import Mark, Marks, Moved, NotNow, mark_key
 
 #: The longest single wait of a standby beat, and the longest sleep of a leader, in seconds.
 PATIENCE: Final = 5.0
-#: Seconds until the next attempt after a failure.
+#: Seconds until the next attempt after a failure, or after one that ended sooner.
 AGAIN: Final = 1.0
 #: How long before its change django-celery-beat lets a row count from, if the row has a start time
 #: and has not run since the change.
@@ -100,8 +101,10 @@ class OneLeader:
         """Send one due entry if this beat leads; return the seconds until the next call."""
         with self._busy():
             try:
+                since, least = monotonic(), min(AGAIN, self.max_interval)
                 if not self._leads():
-                    return 0.0
+                    # If `RETRY` allows few attempts, the wait for the lock ended at once.
+                    return least if monotonic() - since < least else 0.0
                 self._marks.renew()
                 interval: float = super().tick(*args, **kwargs)  # type: ignore[misc]
                 self._leadership.succeeded()
