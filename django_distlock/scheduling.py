@@ -213,7 +213,9 @@ def scheduled(
         margin: Seconds above that; None: half of `expected`. In the first half of it, a tick is
             retried if the store is unavailable, or if a transaction locks what it needs.
         hold: Whether the key stays held after a run that was shorter.
-        jitter: The longest wait before a tick, in seconds; each is random, to spread load.
+        jitter: The longest wait before a tick, in seconds; each is random, to spread load. With
+            `hold`, it must be below `expected` and half of `margin`: a node that waits for longer
+            would run the tick once more.
         every: Seconds between two ticks, from 0.1 to 366 days; the longest, if they differ. The
             store then keeps the time of the last run, and metrics report how overdue the next is.
         backend: The alias of the lock backend.
@@ -238,6 +240,13 @@ def scheduled(
         raise InvalidArgument(
             f"expected + margin must be at least {MIN_TTL:g} s, not {expects + spare:g}."
         )
+    waits = seconds(jitter, "jitter")
+    # A retry may come after half of the margin.
+    if hold and scope is not RunScope.NODE_LOCAL and waits and waits >= expects + spare / 2:
+        raise InvalidArgument(
+            f"jitter must be below expected + margin / 2 ({expects + spare / 2:g} s), not"
+            f" {waits:g} s: a node that waits for longer would run the tick once more."
+        )
     if every is not None and scope is RunScope.NODE_LOCAL:
         raise InvalidArgument(
             "every requires a lock, and every node runs this schedule itself. Remove every."
@@ -248,7 +257,7 @@ def scheduled(
         scope=scope,
         expected=expects,
         margin=spare,
-        jitter=seconds(jitter, "jitter"),
+        jitter=waits,
         every=None if every is None else seconds(every, "every", minimum=MIN_TTL, maximum=LONGEST),
     )
 

@@ -355,6 +355,15 @@ def test_jitter_spreads_the_load(key: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 <= min(slept) < 2 < 3 < max(slept) <= 5
 
 
+def test_jitter_is_shorter_than_the_window(key: str) -> None:
+    """Or a node whose wait is long would run again what another one has done."""
+    for jitter, margin in ((10, 0), (12, 4), (timedelta(seconds=15), None)):
+        with pytest.raises(InvalidArgument, match="jitter must be below"):
+            tick(key, expected=10, margin=margin, jitter=jitter)
+    tick(key, expected=10, margin=4, jitter=11.9)
+    tick(key, expected=10, margin=4, jitter=60, hold=False)
+
+
 def test_arguments_that_cannot_be() -> None:
     """They are refused where the decorator stands."""
     bad: list[dict[str, Any]] = [
