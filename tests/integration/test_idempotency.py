@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,12 @@ import rest_framework.exceptions
 import rest_framework.response
 import rest_framework.views
 from django.contrib.auth.models import AnonymousUser, User
+from django.core.exceptions import BadRequest
 from django.core.files.uploadedfile import SimpleUploadedFile
+from django.core.handlers.wsgi import WSGIRequest
 from django.db import IntegrityError, connections, transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse, QueryDict, StreamingHttpResponse
+from django.middleware.csrf import CsrfViewMiddleware
 from django.template.response import TemplateResponse
 from django.test import Client, RequestFactory, override_settings
 from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
@@ -195,6 +199,45 @@ def test_form_that_django_does_not_parse_is_compared_by_its_body() -> None:
         return int(view(request(method="put", data=data, content_type=kind)).status_code)
 
     assert [put("one", "5"), put("two", "5"), put("two", "6")] == [201, 201, 422]
+    assert paid() == 1
+
+
+class Broken(BytesIO):
+    """A connection that breaks, of which mod_wsgi and uWSGI tell."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Raise what they raise."""
+        raise OSError("broken")
+
+
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=one"])
+@pytest.mark.parametrize("tells", [False, True])
+def test_request_whose_connection_breaks_may_be_sent_again(kind: str, *, tells: bool) -> None:
+    """What has arrived of it is no other request. Of gunicorn, nobody hears that it broke."""
+    form = encode_multipart("one", upload("x.txt", b"1" * 99, amount="5"))
+    data = b'{"amount": 5}' if "json" in kind else form
+
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        whole = request.POST.get("amount") if "form" in kind else request.body == data
+        return pay(request) if whole else HttpResponse(status=400)
+
+    def send(stream: BytesIO) -> int:
+        tokens = {"Cookie": f"csrftoken={'a' * 32}", "X-CSRFToken": "a" * 32}
+        made: Any = request(data=data, content_type=kind, headers=tokens)
+        made = WSGIRequest({**made.META, "wsgi.input": stream})
+        made.user = ADA
+        # Reads forms, and passes over a broken connection.
+        csrf = CsrfViewMiddleware(view)
+        csrf.process_request(made)
+        assert csrf.process_view(made, view, (), {}) is None
+        try:
+            return int(view(made).status_code)
+        except (BadRequest, OSError):
+            return 0
+
+    broken = Broken(data) if tells else BytesIO(data[:-9])
+    assert [send(each) for each in (broken, BytesIO(data), BytesIO(data))] == [0, 201, 201]
     assert paid() == 1
 
 
