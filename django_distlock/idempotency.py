@@ -287,8 +287,10 @@ def _content(request: Any) -> Iterator[bytes | str]:
     yield from (str(request.method), request.get_full_path(), kind)
     # Django REST framework's request contains that of Django.
     is_form, inner = kind == "multipart/form-data", getattr(request, "_request", request)
+    # Of one that was read as a stream, Django makes an empty form.
+    is_gone = inner._read_started and not (hasattr(inner, "_post") or hasattr(inner, "_body"))
     # Django parses the forms of POST only, Django REST framework those of all methods.
-    if is_form and (request.method == "POST" or request.POST or request.FILES):
+    if is_form and not is_gone and (request.method == "POST" or request.POST or request.FILES):
         # Each attempt has another boundary between the parts.
         fields, uploads = sorted(request.POST.lists()), sorted(request.FILES.lists())
         _require_end(inner)
@@ -308,6 +310,7 @@ def _content(request: Any) -> Iterator[bytes | str]:
         yield body
     except RawPostDataException:
         if not hasattr(request, "data"):
+            _require_end(inner)
             raise LockUsageError(
                 "Something has read this request as a stream, and idempotent cannot compare its"
                 " body. Read request.body instead.",

@@ -1007,10 +1007,12 @@ def test_request_has_to_be_found_and_unread() -> None:
     assert view(request=request()).status_code == 201
     with pytest.raises(LockUsageError, match="finds no request"):
         view(HttpResponse())  # type: ignore[arg-type]
-    made = request()
-    made.read()
-    with pytest.raises(LockUsageError, match="as a stream"):
-        view(made)
+    form = encode_multipart("one", {"amount": "5"})
+    for data, kind in (("{}", "application/json"), (form, "multipart/form-data; boundary=one")):
+        made = request(data=data, content_type=kind)
+        made.read()
+        with pytest.raises(LockUsageError, match="as a stream"):
+            view(made)
 
 
 def test_wrong_views_are_refused() -> None:
