@@ -288,7 +288,7 @@ def _content(request: Any) -> Iterator[bytes | str]:
     # Django REST framework's request contains that of Django.
     is_form, inner = kind == "multipart/form-data", getattr(request, "_request", request)
     # Of one that was read as a stream, Django makes an empty form.
-    is_gone = inner._read_started and not (hasattr(inner, "_post") or hasattr(inner, "_body"))
+    is_gone = not (hasattr(inner, "_post") or hasattr(inner, "_body")) and inner._read_started
     # Django parses the forms of POST only, Django REST framework those of all methods.
     if is_form and not is_gone and (request.method == "POST" or request.POST or request.FILES):
         # Each attempt has another boundary between the parts.
@@ -298,9 +298,7 @@ def _content(request: Any) -> Iterator[bytes | str]:
             yield json.dumps([name, values])
         for name, files in uploads:
             for file in files:
-                yield json.dumps([name, file.name, file.size])
-                yield from file.chunks()
-                file.seek(0)
+                yield from _file(name, file)
         return
     try:
         body = request.body
@@ -320,6 +318,15 @@ def _content(request: Any) -> Iterator[bytes | str]:
         data = request.data
         data = dict(data.lists()) if hasattr(data, "lists") else data
         yield json.dumps(data, sort_keys=True, default=str)
+        # `data` contains their names alone.
+        for name in sorted(request.FILES):
+            yield from _file(name, request.FILES[name])
+
+
+def _file(name: str, file: Any) -> Iterator[bytes | str]:
+    yield json.dumps([name, file.name, file.size])
+    yield from file.chunks()
+    file.seek(0)
 
 
 def _require_end(request: Any) -> None:

@@ -35,7 +35,7 @@ from django.utils.decorators import method_decorator
 from django.views import View
 from psycopg import IsolationLevel
 from rest_framework.decorators import api_view, authentication_classes, permission_classes
-from rest_framework.parsers import BaseParser
+from rest_framework.parsers import BaseParser, FileUploadParser
 from rest_framework.permissions import BasePermission
 
 from django_distlock import InvalidArgument, LockUsageError, distlock, idempotency
@@ -926,6 +926,14 @@ def test_form_that_was_read_before_is_compared_by_all_of_its_values() -> None:
             send("/api/reading/", f"to={to}&to=bob", **{"X-Token": "ada"})
             for to in ("ada", "ada", "eve")
         ]
+    assert [each.status_code for each in answers] == [201, 201, 422]
+
+
+def test_file_that_was_read_before_is_compared_by_its_content() -> None:
+    """The body is the file, under a name of a header."""
+    headers = {"Content-Disposition": "attachment; filename=x.png", "X-Token": "ada"}
+    with patch.object(Reading, "parser_classes", (FileUploadParser,)):
+        answers = [send("/api/reading/", data, **headers) for data in ("one", "one", "two")]
     assert [each.status_code for each in answers] == [201, 201, 422]
 
 
