@@ -241,7 +241,7 @@ def _finished(response: Any, request: Any) -> Any:
         # As Django REST framework does it, after its methods.
         response.accepted_renderer = renderer
         response.accepted_media_type = request.accepted_media_type
-        response.renderer_context = {**request.parser_context, "request": request}
+        response.renderer_context = request.parser_context["view"].get_renderer_context()
     return response.render()
 
 

@@ -886,6 +886,17 @@ def test_framework_takes_a_request_once(url: str, *, requests: bool) -> None:
     assert paid() == 2
 
 
+def test_response_of_the_framework_is_rendered_in_the_context_of_its_view() -> None:
+    """A view may say what its renderer gets."""
+
+    def spacious(self: Any) -> dict[str, Any]:
+        return {"view": self, "request": self.request, "indent": 1}
+
+    with patch.object(Api, "get_renderer_context", spacious):
+        answers = [send("/api/class/", **{"X-Token": "ada"}).content for _ in range(2)]
+    assert answers == [b'{\n "number": 1\n}'] * 2
+
+
 def test_error_of_the_framework_leaves_nothing() -> None:
     """It makes a response of it behind the method."""
     for _ in range(2):
