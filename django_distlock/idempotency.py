@@ -201,7 +201,8 @@ def _once(
         # The row was committed since we looked, or is not yet. If a snapshot does not show it, or
         # the transaction around ours can do no more, the next request will find it.
         row = None if is_over else rows.filter(pk=name, until__gt=now).first()
-    if row is None:
+    # READ UNCOMMITTED shows a row whose view has not answered.
+    if row is None or row.status == 0:
         said = gettext("The first request with this Idempotency-Key is not answered yet.")
         return _refusal(409, "in_progress", said, {"Retry-After": str(ASK_AGAIN)})
     if row.request != content:

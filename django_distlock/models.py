@@ -229,7 +229,7 @@ class StoredResponse(models.Model):
     name = KeyField(_("name"), primary_key=True, max_length=64)
     #: A hash of the request's content.
     request = KeyField(_("request"), max_length=64)
-    #: 0 until the view has answered, which no other transaction sees.
+    #: 0 until the view has answered. Only READ UNCOMMITTED shows it to other transactions.
     status = models.PositiveSmallIntegerField(_("status"))
     headers = models.JSONField(_("headers"), default=dict)
     body = models.BinaryField(_("body"), default=b"")

@@ -598,6 +598,23 @@ def test_request_beside_the_first_is_told_to_come_again(store: str, *, outer: bo
     assert view(request()).content == first.result().content
 
 
+@pytest.mark.parametrize("store", ["mariadb"], indirect=True)
+def test_row_that_is_not_committed_is_no_response(store: str) -> None:
+    """READ UNCOMMITTED shows it before the view has answered."""
+    with (
+        alias_like(store, OPTIONS={"isolation_level": "read uncommitted"}) as using,
+        kept_in(using),
+    ):
+        slow = Slow()
+        view = idempotent()(slow.__call__)
+        first = Later(view, request())
+        assert slow.begun.wait(10)
+        assert told(view(request())) == (409, "in_progress")
+        slow.end.set()
+        assert first.result().status_code == 201
+        assert view(request()).status_code == 201
+
+
 def test_many_at_once_run_once(store: str) -> None:
     """Each gets the response, or is told to come again, and then gets it."""
     view = idempotent()(pay)
