@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+#: Seconds that a signal needs at most until its handler runs.
+_ON_ITS_WAY = 1.0
+
 
 class Interrupted(BaseException):
     """What the handler of a signal raises."""
@@ -94,7 +97,9 @@ def alarms(raised: type[BaseException] = Interrupted) -> Iterator[Callable[[floa
         if seconds:
             return
         # The system may have given the signal to another thread, which has not told this one yet.
-        while is_due and not left:
+        # Or less than a microsecond was left, which is 0 here, and none comes.
+        until = time.monotonic() + _ON_ITS_WAY
+        while is_due and not left and time.monotonic() < until:
             time.sleep(0.001)
         is_due = False
 
