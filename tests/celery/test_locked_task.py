@@ -1321,6 +1321,41 @@ def test_redelivery_beside_a_run_that_shares_its_key(app: Celery) -> None:
     assert work.AsyncResult(task_id).state == "SUCCESS"
 
 
+def _text(pair: Any) -> str:
+    return f"pair:{pair}"
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"unique": _text},
+        {"unique": _text, "unique_until": "start"},
+        {"lock": _text, "max_queued": 1},
+    ],
+    ids=["unique", "until start", "place"],
+)
+def test_claim_ends_though_the_worker_makes_another_key(app: Celery, terms: Any) -> None:
+    """A tuple is a list in the message, and has another text there."""
+    ran: list[Any] = []
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task(**terms)
+    def work(self: Any, pair: Any) -> None:
+        ran.append(pair)
+        if not self.request.retries:
+            raise self.retry(countdown=0)
+
+    with queue_of(app) as next_message:
+        for _ in range(2):
+            work.delay((1, 2))
+            while (message := next_message()) is not None:
+                # As other brokers than one in memory do.
+                headers = json.loads(json.dumps(message.headers))
+                deliver(work, *message.payload[0], **headers)
+    assert ran == [[1, 2]] * 4
+    assert held_now() == []
+
+
 def test_first_delivery_does_not_wait_for_the_note_of_another_task(
     app: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from ...locks.state import Terms as Kept
 from ...process import deferred_release
 from ...signals import lock_acquired, tell
 from ..jobs import WAIT, JobLock
-from .deliveries import OF
+from .deliveries import KEY, OF
 from .terms import Terms
 
 logger = logging.getLogger("django_distlock")
@@ -152,17 +152,23 @@ def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
 
 
 def with_claim(
-    options: dict[str, Any], header: str, fence: int, task_id: str | None
+    options: dict[str, Any], header: str, fence: int, lock: JobLock | Lease, task_id: str | None
 ) -> dict[str, Any]:
-    """Return a message's options with the fence of a claim or place added as a header."""
-    headers = {**(options.get("headers") or {}), header: f"{fence:015d}", OF: task_id}
-    return {**options, "headers": headers}
+    """Return a message's options with the fence and key of a claim or place added as headers."""
+    own = {header: f"{fence:015d}", header + KEY: name_of(lock.key), OF: task_id}
+    return {**options, "headers": {**(options.get("headers") or {}), **own}}
+
+
+def name_of(key: str) -> str:
+    """Return what `own_key` makes this key of: brokers may take no more than ASCII."""
+    return key.removeprefix(OWN_MARKER)
 
 
 def publish(send: Callable[..., Any], header: str, claim: Claim, options: dict[str, Any]) -> Any:
     """Queue a task with a claim, which is released if that fails."""
     try:
-        return send(**with_claim(options, header, claim.grant.fence, claim.lock.task_id))
+        lock = claim.lock
+        return send(**with_claim(options, header, claim.grant.fence, lock, lock.task_id))
     except BaseException:
         give_back(claim.lock, claim.grant)
         raise

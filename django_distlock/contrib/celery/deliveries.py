@@ -28,6 +28,9 @@ logger = logging.getLogger("django_distlock")
 
 #: The fence of the lease on the task's unique key.
 UNIQUE: Final = "distlock_unique"
+#: Behind the name of a header with a fence: the key of that claim. A function may make another key
+#: of the arguments in the message, or another day.
+KEY: Final = "_key"
 #: The fence of the lease that the sender of the task works under.
 LEASE: Final = "distlock_lease"
 #: The serializer that the sender chose, because Celery loses it between two attempts.

@@ -27,7 +27,7 @@ from ...process import deferred_release
 from ...process.host import is_gone
 from ..jobs import JobLock
 from . import backlog, claims
-from .deliveries import LEASE, OF, UNIQUE, Delivery, kept_headers, own_headers, run_of, traced
+from .deliveries import KEY, LEASE, OF, UNIQUE, Delivery, kept_headers, own_headers, run_of, traced
 from .terms import Call, Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
@@ -69,7 +69,7 @@ def send(
         unique: Any = None if run is None else run.unique
         is_replacement = unique is not None and options.get("replaced_task_nesting")
         if is_replacement and _has_key_of(run, task, args, kwargs):
-            options = claims.with_claim(options, UNIQUE, unique.fence, task_id)
+            options = claims.with_claim(options, UNIQUE, unique.fence, unique, task_id)
         result = publish(args, kwargs, task_id=task_id, **options)
         if unique is not None and _carries(unique.fence_token, options):
             run.comes_again = options.get("eta") or options.get("countdown") or 0.0
@@ -102,10 +102,12 @@ def send(
     except LockNotAcquired as error:
         if error.code != backlog.FULL or terms.on_full != "drop":
             raise
+        place = terms.place_of(sending.call, task_id)
         if is_awaited:
             # Others wait for this task id: it is sent without a claim, and a worker skips it.
-            return plainly(task_id=task_id, **claims.with_claim(options, backlog.PLACE, 0, task_id))
-        return sending.skipped(error, terms.place_of(sending.call, task_id))
+            options = claims.with_claim(options, backlog.PLACE, 0, place, task_id)
+            return plainly(task_id=task_id, **options)
+        return sending.skipped(error, place)
 
 
 def _send_unique(
@@ -228,7 +230,8 @@ def headers_of_retry(
         # The run has given its place back, so its retry gives way to no later call.
         headers.pop(backlog.PLACE, None)
     if run.unique is not None:
-        headers |= {UNIQUE: run.unique.fence_token, OF: request.id}
+        name = claims.name_of(run.unique.key)
+        headers |= {UNIQUE: run.unique.fence_token, UNIQUE + KEY: name, OF: request.id}
     # A body may change the arguments in place.
     is_same = not run.has_begun and args is request.args and kwargs is request.kwargs
     if UNIQUE in headers and not (is_same or _has_key_of(run, task, args, kwargs)):

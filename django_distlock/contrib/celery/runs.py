@@ -16,6 +16,7 @@ from celery.exceptions import Ignore
 
 from ...core.clock import monotonic
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
+from ...core.keys import own_key
 from ...core.logs import log_fields
 from ...core.records import Record
 from ...handler import lock_backends
@@ -29,6 +30,7 @@ from ..jobs import WAIT, JobLock, lock_set
 from . import backlog, claims, endings, failed, leftovers, queueing
 from .backlog import FULL, PLACE
 from .deliveries import (
+    KEY,
     LEASE,
     UNIQUE,
     Delivery,
@@ -187,11 +189,11 @@ class Run:
         if (terms.unique is not None or terms.max_queued) and delivery.task is not None:
             require_base(delivery.task)
         if terms.max_queued and delivery.header(PLACE) is not None:
-            self._kept[PLACE] = terms.place_of(sent, delivery.id)
+            self._kept[PLACE] = self._claimed(PLACE, terms.place_of(sent, delivery.id))
         unique = terms.unique_of(sent, delivery.id)
         self.unique_key = None if unique is None else unique.key
         if unique is not None and delivery.header(UNIQUE) is not None:
-            self._kept[UNIQUE] = unique
+            unique = self._kept[UNIQUE] = self._claimed(UNIQUE, unique)
         locks = terms.locks_of(delivery.call, sent, delivery.id)
         self._shared = {each.key for each in locks if each.shared or each.permits != 1}
         if delivery.is_queued:
@@ -202,6 +204,11 @@ class Run:
             longest = WAIT if terms.rules.max_wait is None else min(WAIT, terms.rules.max_wait)
             locks = [replace(each, wait=longest) for each in locks]
         return locks, unique
+
+    def _claimed(self, header: str, lock: JobLock) -> JobLock:
+        """Return a lock with the key that the sender has claimed."""
+        name = self._delivery.header(header + KEY)
+        return lock if name is None else replace(lock, key=own_key(name))
 
     @contextmanager
     def _held(self, locks: list[JobLock], unique: JobLock | None) -> Iterator[None]:
