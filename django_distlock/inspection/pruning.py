@@ -82,13 +82,17 @@ def prune_events(
     now = datetime.now(UTC)
     before, audit_before = (now - timedelta(seconds=each) for each in (age, max(age, AUDIT_KEPT)))
     using = _using()
-    events = _remove(using, _events(using, before, audit=False), batch, progress)
-    audit = _remove(
-        using, _events(using, audit_before, audit=True), batch, lambda gone: progress(events + gone)
-    )
-    pruned = Pruned(events=events, audit=audit, before=before, audit_before=audit_before)
-    if pruned.removed:
-        _tell(using, order, pruned)
+    events = audit = 0
+    try:
+        for events in _remove(using, _events(using, before, audit=False), batch):
+            progress(events)
+        for audit in _remove(using, _events(using, audit_before, audit=True), batch):
+            progress(events + audit)
+    finally:
+        # Also after an error: some batches may have been removed before it.
+        pruned = Pruned(events=events, audit=audit, before=before, audit_before=audit_before)
+        if pruned.removed:
+            _tell(using, order, pruned)
     return pruned
 
 
@@ -108,7 +112,10 @@ def prune_responses(
     whole_number(batch, "batch", MAX_BATCH)
     using = _using(_RESPONSES)
     over = _model(_RESPONSES).objects.using(using).filter(until__lte=datetime.now(UTC))
-    return _remove(using, over.order_by("until"), batch, progress, by="until")
+    gone = 0
+    for gone in _remove(using, over.order_by("until"), batch, by="until"):
+        progress(gone)
+    return gone
 
 
 def _model(name: str = _EVENTS) -> type[Any]:
@@ -135,21 +142,14 @@ def _events(using: str, before: datetime, *, audit: bool) -> models.QuerySet[Loc
     return older.filter(kind__in=by_operators) if audit else older.exclude(kind__in=by_operators)
 
 
-def _remove(
-    using: str,
-    rows: models.QuerySet[Any],
-    batch: int,
-    progress: Callable[[int], object],
-    *,
-    by: str = "at",
-) -> int:
-    """Remove rows, ordered by a column, each batch in a transaction of its own; return how many."""
+def _remove(using: str, rows: models.QuerySet[Any], batch: int, *, by: str = "at") -> Iterator[int]:
+    """Remove rows, ordered by a column, a batch in a transaction; yield how many so far."""
     vendor, gone, left = vendors.of(using), 0, rows
     while True:
         with _translated(using):
             found = list(left.values_list("pk", by)[:batch])
             if not found:
-                return gone
+                return
             try:
                 with vendor.short_transaction(MAX_BOUND):
                     # A row that was replaced meanwhile is no longer one of `rows`.
@@ -157,8 +157,8 @@ def _remove(
             except DatabaseError as error:
                 if not vendor.is_busy(error):
                     raise
-                return gone  # Another process has locked the rows. The next run removes the rest.
-        progress(gone)
+                return  # Another process has locked the rows. The next run removes the rest.
+        yield gone
         # Do not pass again over rows in between that are kept longer.
         left = rows.filter(**{f"{by}__gte": found[-1][1]})
 

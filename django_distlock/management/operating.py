@@ -6,6 +6,7 @@ import getpass
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from itertools import chain
 from typing import Any, TypeVar
@@ -55,7 +56,14 @@ class OperatorCommand(ReadingCommand):
         )
 
     def execute(self, *args: Any, **options: Any) -> Any:
-        """Run, and end with the status that fits the error."""
+        """Run, and end with the status that fits the error.
+
+        What is entered into `_to_the_end` lasts until the events are written.
+        """
+        with ExitStack() as self._to_the_end:
+            return self._until_written(*args, **options)
+
+    def _until_written(self, *args: Any, **options: Any) -> Any:
         dropped = event_log.dropped()
         try:
             said = super().execute(*args, **options)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from io import StringIO
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from celery import Celery, _state
 from django.core.management import CommandError, call_command
 
-from django_distlock import LockNotAcquired
+from django_distlock import LockNotAcquired, lock_backends
 from django_distlock.core.keys import own_key
+from django_distlock.core.records import UNKNOWN, Grant
 from django_distlock.models import LockEvent
 from django_distlock.signals import lock_forced
 from django_distlock.testing import lose_connection
 from tests.contract.locking import eventually
+from tests.integration.operating import raising
 
 from .brokers import Broker, redis_broker
 from .conftest import client_of
@@ -159,6 +164,60 @@ def test_what_was_dropped_before_the_store_went_away_is_said(queue: Queue) -> No
             lock_forced.disconnect(cut)
     assert len(document["dropped"]) == len(document["failures"]) == 1
     assert {*document["dropped"], document["failures"][0]["key"]} == {
+        unique_key(f"{queue.key}:a"),
+        unique_key(f"{queue.key}:b"),
+    }
+
+
+@pytest.mark.parametrize("store", ["default"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_dropped_before_a_signal_is_said(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, signum: int
+) -> None:
+    """With its event; the other key is not tried."""
+    queue.send(":a")
+    queue.send(":b")
+    queue.purge()
+    release, told = lock_backends[queue.store].release, list[str]()
+
+    def interrupted(grant: Grant, *more: Any) -> Any:
+        answer = release(grant, *more)
+        signal.raise_signal(signum)
+        return answer
+
+    def note(key: str, **_: Any) -> None:
+        told.append(key)
+
+    monkeypatch.setattr(lock_backends[queue.store], "release", interrupted)
+    lock_forced.connect(note)
+    try:
+        with raising(signum):
+            document = queue.run(drop=True, reason="celery purge", status=128 + signum)
+    finally:
+        lock_forced.disconnect(note)
+    monkeypatch.undo()
+    assert len(document["dropped"]) == 1
+    assert document["dropped"] == told
+    left = [each for each in lock_backends[queue.store].list().records if queue.key in each.key]
+    assert len(left) == 1
+
+
+@pytest.mark.parametrize("store", ["default"])
+def test_key_that_could_not_be_dropped_is_named(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another session has locked its row, and the others are dropped."""
+    queue.send(":a")
+    queue.send(":b")
+    queue.purge()
+    store = lock_backends[queue.store]
+    once = Mock(side_effect=chain([UNKNOWN], repeat(DEFAULT)), wraps=store.release)
+    with monkeypatch.context() as locked:
+        locked.setattr(store, "release", once)
+        document = queue.run(drop=True, reason="celery purge", status=69)
+    (failure,) = document["failures"]
+    assert "a transaction has locked its row" in failure["message"]
+    assert {failure["key"], *document["dropped"]} == {
         unique_key(f"{queue.key}:a"),
         unique_key(f"{queue.key}:b"),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +60,17 @@ def run(command: str, *arguments: str, answers: str | None = "") -> Ran:
             err.write(f"{error}\n")
             status = error.returncode
     return Ran(out.getvalue(), err.getvalue(), status)
+
+
+@contextmanager
+def raising(signum: int) -> Iterator[None]:
+    """Let a signal that no command holds back raise `KeyboardInterrupt`, and end no test run."""
+    usual = signal.signal(signum, signal.default_int_handler)
+    try:
+        yield
+        assert signal.getsignal(signum) is signal.default_int_handler
+    finally:
+        signal.signal(signum, usual)
 
 
 def written(key: str) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.contrib.auth.models import AnonymousUser
@@ -15,13 +17,13 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from django_distlock import InvalidArgument
-from django_distlock.inspection import prune_events
+from django_distlock.inspection import prune_events, pruning
 from django_distlock.models import LockEvent
 from django_distlock.process import event_log
 from tests.contract.aliases import DATABASE
 
 from .databases import Routed, migrate
-from .operating import run
+from .operating import raising, run
 from .projects import Project
 
 Kind = LockEvent.Kind
@@ -103,6 +105,42 @@ def test_who_pruned_is_kept() -> None:
     (row,) = LockEvent.objects.all()
     assert (row.kind, row.actor, row.reason) == (Kind.CLEANED, "Ada", "we are full")
     assert (row.details["removed"], row.details["events"]) == (2, 2)
+
+
+@pytest.mark.parametrize("at", [1, 3], ids=["events", "operators' events"])
+def test_who_pruned_is_kept_though_not_all_went(at: int) -> None:
+    """With the number of those that had gone by then."""
+    happened(500, number=4)
+    happened(500, Kind.FORCED, number=4)
+    steps: list[int] = []
+
+    def progress(removed: int) -> None:
+        steps.append(removed)
+        if len(steps) == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune_events(batch=2, actor="Ada", progress=progress)
+    row = LockEvent.objects.get(kind=Kind.CLEANED)
+    assert row.details["removed"] == 2 * at == 8 - len(kept())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_waits_for_the_end_of_a_batch(signum: int) -> None:
+    """Then nothing more is removed; what has gone is told."""
+    happened(100, number=4)
+    remove = pruning._remove
+
+    def interrupted(*asked: Any, **more: Any) -> Iterator[int]:
+        for gone in remove(*asked, **more):
+            signal.raise_signal(signum)
+            yield gone
+
+    with raising(signum), patch.object(pruning, "_remove", interrupted):
+        ran = run("distlock_cleanup", "--older-than=3600", "--batch=2", "--json")
+    assert (ran.status, ran.err) == (128 + signum, "Interrupted.\n")
+    assert ran.json["events"] is None
+    assert LockEvent.objects.get(kind=Kind.CLEANED).details["removed"] == 2 == len(kept())
 
 
 def test_events_are_kept_where_that_is_said() -> None:

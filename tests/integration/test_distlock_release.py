@@ -34,7 +34,7 @@ from tests.contract.helpers import PATIENCE, Later, take
 from tests.contract.locking import eventually
 
 from .databases import Routed, migrate, server
-from .operating import DEAD, event_of, no_event_of, run, written
+from .operating import DEAD, event_of, no_event_of, raising, run, written
 from .test_events import somebody_waits, table_locked
 
 OF = "--backend=postgres"
@@ -277,15 +277,8 @@ def test_what_was_done_before_a_signal_is_said(grants: list[Grant], key: str, si
         signal.raise_signal(signum)
         return answer
 
-    usual = signal.signal(signum, signal.default_int_handler)
-    try:
-        with patch.object(lock_backends["postgres"], "force_release", interrupted):
-            ran = run("distlock_release", "--prefix", key, OF, *FORCED, "--json")
-        assert signal.getsignal(signum) is signal.default_int_handler
-    except KeyboardInterrupt:
-        pytest.fail("Nothing was said.")
-    finally:
-        signal.signal(signum, usual)
+    with raising(signum), patch.object(lock_backends["postgres"], "force_release", interrupted):
+        ran = run("distlock_release", "--prefix", key, OF, *FORCED, "--json")
     assert ran.status == 128 + signum
     assert [each["key"] for each in ran.json["outcomes"]] == [grants[0].key]
     assert "Interrupted. Not tried: 2 locks." in ran.err
@@ -309,12 +302,8 @@ def test_signal_behind_the_last_key_waits_for_the_events(
     hold("postgres", key)
     monkeypatch.setattr(event_log, "finish", interrupted)
     # A program in the background may ignore the signal.
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run("distlock_release", key, OF, *FORCED)
-    finally:
-        signal.signal(signal.SIGINT, usual)
+    with raising(signal.SIGINT), pytest.raises(KeyboardInterrupt):
+        run("distlock_release", key, OF, *FORCED)
     assert done == finished
 
 
@@ -553,6 +542,7 @@ def test_slips_clean_nothing() -> None:
     for argument, rule in (
         ("--batch=0", "'0' is not a number from 1 to 100000"),
         ("--older-than=-1", "--older-than"),
+        ("--older-than=1e10", "not a number of seconds from 0 to 3.2e+09"),
         ("--backend=nowhere", "'nowhere' is not configured"),
         ("--backend=memory", "in process memory"),
     ):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from ...core.durations import seconds
 from ...core.errors import InvalidArgument, LockError, LockUsageError
@@ -17,6 +18,7 @@ from ...handler import lock_backends
 from ...inspection import Failure, Outcome, Pruned, cleanup, prune_events, prune_responses
 from ...inspection.operations import MAX_SPAN
 from ...inspection.pruning import AUDIT_KEPT, EVENTS_KEPT, MAX_BATCH
+from ..interrupting import held_back
 from ..operating import OperatorCommand, raise_failed, refuse_memory
 from ..reading import duration, number_of, reader, up_to
 
@@ -32,6 +34,8 @@ class Command(OperatorCommand):
         "Removes the records of expired leases, expired stored responses, and old lock events."
         " Nothing depends on them. Live locks and fence counters are never touched."
     )
+    #: The signal that came.
+    told: list[int]
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
@@ -71,23 +75,22 @@ class Command(OperatorCommand):
             refuse_memory(backend)
         outcomes: list[Outcome] = []
         failures: list[Failure] = []
-        for alias in lock_backends if backend is None else [backend]:
-            try:
-                if lock_backends[alias].distributed:
-                    outcomes.append(self._clean(alias, older_than, batch, quiet=json))
-            except InvalidArgument:
-                raise
-            except (LockError, ImproperlyConfigured) as error:
-                failures.append(Failure.of(alias, error))
         removed: dict[str, Any] = {"responses": None, "events": None}
-        days, everything = options["events_older_than"], backend is None
-        for name, remove in self._others(days, batch, everything=everything, quiet=json):
-            try:
-                removed[name] = remove()
-            except (ImproperlyConfigured, LockUsageError):
-                continue  # A project with locks elsewhere needs no database.
-            except LockError as error:
-                failures.append(Failure.of(name, error))
+        # Amid a batch, a signal would lose the event about those before it.
+        self.told = self._to_the_end.enter_context(held_back())
+        with suppress(Interrupted):
+            for alias in lock_backends if backend is None else [backend]:
+                with self._noted(alias, failures):
+                    if lock_backends[alias].distributed:
+                        outcomes.append(self._clean(alias, older_than, batch, quiet=json))
+            days, everything = options["events_older_than"], backend is None
+            for name, remove in self._others(days, batch, everything=everything, quiet=json):
+                try:
+                    removed[name] = remove()
+                except (ImproperlyConfigured, LockUsageError):
+                    continue  # A project with locks elsewhere needs no database.
+                except LockError as error:
+                    failures.append(Failure.of(name, error))
         if json:
             self.print_json(
                 {
@@ -97,7 +100,19 @@ class Command(OperatorCommand):
                 }
             )
         self.print_failures(failures)
+        if self.told:
+            raise CommandError("Interrupted.", returncode=128 + self.told.pop())
         raise_failed(failures, None)
+
+    @contextmanager
+    def _noted(self, alias: str, failures: list[Failure]) -> Iterator[None]:
+        """Note an error of a backend, so that the others are cleaned up all the same."""
+        try:
+            yield
+        except InvalidArgument:
+            raise
+        except (LockError, ImproperlyConfigured) as error:
+            failures.append(Failure.of(alias, error))
 
     def _clean(self, alias: str, older_than: float, batch: int, *, quiet: bool) -> Outcome:
         line = _Line(self, alias, quiet=quiet)
@@ -144,22 +159,29 @@ class Command(OperatorCommand):
         return pruned
 
 
+class Interrupted(Exception):
+    """A signal came: no further batch is removed."""
+
+
 class _Line:
     """A line that counts removed records while they are removed: on a terminal, unless quiet."""
 
-    def __init__(self, command: OperatorCommand, name: str, *, quiet: bool):
+    def __init__(self, command: Command, name: str, *, quiet: bool):
         self._out = command.stdout
+        self._told = command.told
         self._name = name
         self._quiet = quiet
         self._counts = not quiet and self._out.isatty()
         self._begun = False
 
     def progress(self, removed: int) -> None:
-        """Print how many are removed so far."""
+        """Print how many are removed so far; `Interrupted`: stop here."""
         if self._counts:
             self._begun = True
             self._out.write(f"\r{self._name}: {removed} removed …", ending="")
             self._out.flush()
+        if self._told:
+            raise Interrupted
 
     def end(self, text: str) -> None:
         """Print the result."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
 from ...backends.base import BaseLockBackend
 from ...core.errors import BackendUnavailable, LockError
-from ...core.records import Record
-from ...core.wording import printable
+from ...core.records import UNKNOWN, Record
+from ...core.wording import counted, printable
 from ...inspection import Failure, HeldKey, Operation
 from ...inspection.journal import Order
+from ..interrupting import held_back
 from ..operating import OperatorCommand, add_backends, add_reason, app_and, ask_each, raise_failed
 from ..reading import duration
 from ..statuses import USAGE
 
-Found = list[tuple[BaseLockBackend, Record]]
+Found = tuple[BaseLockBackend, Record]
 
 
 class Command(OperatorCommand):
@@ -63,12 +65,19 @@ class Command(OperatorCommand):
         failures: list[Failure] = []
         found = self._found(failures, backend, **options)
         shown = [HeldKey.of(store, record, store.clock()) for store, record in found]
-        dropped = self._dropped(found, reason, failures) if drop else []
+        rest, told, dropped = iter(found), list[int](), list[str]()
+        if drop:
+            # Amid a release, a signal would lose its event.
+            told = self._to_the_end.enter_context(held_back())
+            dropped = self._dropped(rest, told, reason, failures)
         if json:
             self.print_json({"orphans": shown, "dropped": dropped, "failures": failures})
         else:
             self._print(shown, dropped)
             self.print_failures(failures)
+        if told:
+            text = f"Interrupted. Not tried: {counted(len([*rest]), 'key')}."
+            raise CommandError(text, returncode=128 + told.pop())
         raise_failed(failures, backend)
 
     def _found(
@@ -80,10 +89,10 @@ class Command(OperatorCommand):
         older_than: float,
         patience: float,
         **_: Any,
-    ) -> Found:
+    ) -> list[Found]:
         orphans, app = app_and("orphans")
 
-        def candidates(store: BaseLockBackend) -> Found:
+        def candidates(store: BaseLockBackend) -> list[Found]:
             return [(store, each) for each in orphans.candidates(store, older_than)]
 
         kept = [each for those in ask_each(backend, failures, candidates) for each in those]
@@ -91,22 +100,30 @@ class Command(OperatorCommand):
         lost = orphans.missing(app, ids, queue, patience)
         return [(store, record) for store, record in kept if record.holder.task_id in lost]
 
-    def _dropped(self, found: Found, reason: str, failures: list[Failure]) -> list[str]:
+    def _dropped(
+        self, rest: Iterator[Found], told: list[int], reason: str, failures: list[Failure]
+    ) -> list[str]:
+        """Release keys until a signal comes; return those that were released."""
         order = Order(Operation.FORCE_RELEASE, self.actor(), reason)
         keys: list[str] = []
         silent: set[str] = set()
-        for store, record in found:
+        while not told and (each := next(rest, None)) is not None:
+            store, record = each
             if store.alias in silent:
                 continue
             try:
                 # By its token: a holder that acquired the key meanwhile keeps it.
-                is_done = store.release(record.grant) is True
+                answer = store.release(record.grant)
             except LockError as error:
                 failures.append(Failure.of(store.alias, error, record.key))
                 if isinstance(error, BackendUnavailable):
                     silent.add(store.alias)
                 continue
-            if is_done:
+            if answer is UNKNOWN:
+                text = f"{record.key!r} was not released: a transaction has locked its row."
+                alias, code = store.alias, "network_timeout"
+                failures.append(Failure(backend=alias, code=code, message=text, key=record.key))
+            elif answer:
                 order.record(store, record.key, fence=record.fence, holder=record.holder)
                 keys.append(record.key)
                 self.pace(len(keys))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
@@ -46,11 +45,6 @@ class Command(OperatorCommand):
             "--force", action="store_true", help="do not ask for confirmation; requires --reason"
         )
         add_reason(parser)
-
-    def execute(self, *args: Any, **options: Any) -> Any:
-        """Run. What is entered into `_to_the_end` lasts until the events are written."""
-        with ExitStack() as self._to_the_end:
-            return super().execute(*args, **options)
 
     def handle(self, *, backend: str, dry_run: bool, json: bool, **options: Any) -> None:
         _check({**options, "dry_run": dry_run, "json": json})
