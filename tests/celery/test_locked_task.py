@@ -1575,6 +1575,58 @@ def test_failed_task_that_another_operator_sends_meanwhile(
         failed.drop(row)
 
 
+def test_failed_task_that_cannot_be_sent_is_in_no_others_way(
+    app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release has changed the arguments of one. The command sends the others, and names it."""
+
+    @app.task(shared=False)
+    def work(number: int) -> None: ...
+
+    @app.task(shared=False)
+    def other() -> None: ...
+
+    monkeypatch.setattr(_state._tls, "current_app", app)
+    rows = [kept(work), kept(other), kept(work)]
+    told = StringIO()
+    with queue_of(app), pytest.raises(CommandError, match="could not be processed") as caught:
+        call_command("distlock_replay", send=["all"], json=True, stdout=told)
+    document = json.loads(told.getvalue())
+    assert caught.value.returncode == 1
+    assert [each["id"] for each in document["done"]] == [rows[0].pk, rows[2].pk]
+    (failure,) = document["failures"]
+    assert failure["message"].startswith(f"{rows[1].pk}: TypeError: ")
+    assert [each["id"] for each in document["failed"]] == [rows[1].pk]
+    for row in rows:
+        failed.drop(row)
+
+
+def test_what_was_sent_before_the_list_went_away_is_said(
+    app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The document has no list, and tells why."""
+
+    @app.task(shared=False)
+    def work(number: int) -> None: ...
+
+    monkeypatch.setattr(_state._tls, "current_app", app)
+    row, told, answers = kept(work), StringIO(), iter([failed.failed(sent=False)])
+
+    def once(*, sent: bool) -> list[FailedTask]:
+        if (answer := next(answers, None)) is None:
+            raise BackendUnavailable("It is away.")
+        return answer
+
+    away = mock.patch.object(failed, "failed", once)
+    with queue_of(app), away, pytest.raises(CommandError) as caught:
+        call_command("distlock_replay", send=[row.pk], json=True, stdout=told)
+    document = json.loads(told.getvalue())
+    assert caught.value.returncode == 69
+    assert [each["id"] for each in document["done"]] == [row.pk]
+    assert [each["message"] for each in document["failures"]] == ["It is away."]
+    failed.drop(row)
+
+
 def test_import_before_the_apps_are_loaded(project: Callable[..., str]) -> None:
     """A project's Celery app may import it, as it does all else that names tasks."""
     code = """

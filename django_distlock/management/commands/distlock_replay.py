@@ -9,6 +9,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from ...core.documents import by_name
 from ...core.errors import BackendUnavailable, LockError
+from ...core.interruptions import pass_on
 from ...core.wording import instant
 from ...inspection import Failure
 from ...models import FailedTask
@@ -67,7 +68,13 @@ class Command(OperatorCommand):
             done.append(row)
 
         is_silent = self._each(failed, send or drop, do, failures)
-        self._show(failed.failed(sent=sent), done, failures, json=json)
+        rows: list[FailedTask] = []
+        try:
+            rows = failed.failed(sent=sent)
+        except LockError as error:
+            failures.append(Failure.of("", error))
+            is_silent = True
+        self._show(rows, done, failures, json=json)
         if failures:
             raise CommandError(
                 "Some tasks could not be processed.", returncode=UNAVAILABLE if is_silent else 1
@@ -94,6 +101,10 @@ class Command(OperatorCommand):
                 failures.append(_failure(known[each], error.code, str(error)))
                 if isinstance(error, BackendUnavailable):
                     return True  # The others would fail, too.
+            except Exception as error:  # noqa: BLE001 - the others can be sent all the same
+                pass_on(error)
+                text = f"{type(error).__name__}: {error}"
+                failures.append(_failure(known[each], "internal", text))
         return False
 
     def _show(
