@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from ..backends.counts import overdue, tally
 from ..core.documents import Document, by_name
-from ..core.durations import Duration, number, seconds, whole_number
+from ..core.durations import LONGEST, Duration, number, seconds, whole_number
 from ..core.errors import InvalidArgument, LockError, shown
 from ..core.records import KeptKey, Record, Waits
 from ..handler import lock_backends
@@ -153,7 +153,7 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
     filters = {"prefix": prefix, "host": host, "task_id": task_id}
     wanted = _Wanted(
         None if held_longer_than is None else seconds(held_longer_than, "held_longer_than"),
-        None if ends_within is None else seconds(ends_within, "ends_within"),
+        None if ends_within is None else seconds(ends_within, "ends_within", maximum=LONGEST),
         None if overdue is None else number(overdue, "overdue", minimum=0, maximum=1),
         None if states is None else _states(states),
         _part_of_key(contains),

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..backends.counts import Counts, Sizes, States, counted
 from ..core.documents import by_name
-from ..core.durations import Duration, seconds
+from ..core.durations import LONGEST, Duration, seconds
 from ..handler import lock_backends
 
 #: Seconds within which a lease "ends soon", by default.
@@ -69,7 +69,7 @@ def summary(backend: str = "default", *, soon: Duration = SOON) -> Summary:
         BackendUnavailable: The store is unavailable.
         LockUsageError: The backend cannot list its locks.
     """
-    store, within = lock_backends[backend], seconds(soon, "soon")
+    store, within = lock_backends[backend], seconds(soon, "soon", maximum=LONGEST)
     now = store.clock()
     states, strain = store.states(within)
     return Summary(

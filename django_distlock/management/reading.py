@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from django.core.management.base import BaseCommand, CommandParser, OutputWrapper
 
-from ..core.durations import number, seconds, whole_number
+from ..core.durations import LONGEST, number, whole_number
 from ..core.errors import InvalidArgument
 
 T = TypeVar("T")
@@ -122,19 +121,16 @@ def between(least: float, most: float, unit: str) -> Callable[[str | timedelta],
     )
 
 
-def up_to(most: float) -> Callable[[str], int]:
+def up_to(most: int) -> Callable[[str], int]:
     """Return a reader of whole numbers, from 1 on, on a command line."""
-    bounds = "of at least 1" if most == math.inf else f"from 1 to {most}"
     return reader(
         lambda text: whole_number(int(text) if text.isdecimal() else text, "N", most),
-        f"a number {bounds}",
+        f"a number from 1 to {most}",
     )
 
 
 #: Reads a number of seconds from a command line.
-duration = reader(
-    lambda text: seconds(number_of(text), "a duration"), "a finite number of seconds of at least 0"
-)
+duration = between(0.0, LONGEST, "seconds")
 
 
 def add_backend(parser: CommandParser) -> None:

@@ -41,6 +41,8 @@ __all__ = [
 
 #: The most locks, and the most waiters, of a backend that are looked at.
 SCANNED: Final = 100_000
+#: The most of them that a caller can ask for.
+MOST_SCANNED: Final = 10**9
 #: Seconds of a diagnosis at most, so that a server that hangs does not delay the others' results.
 PATIENCE: Final = 45.0
 #: The part of `PATIENCE` for stores, which are queried in parallel. System checks get the rest.
@@ -97,13 +99,13 @@ def diagnose(
     Args:
         backends: Aliases in `DISTLOCK`; None: all of them.
         writes: Whether to acquire that lock, and to set that mark.
-        limit: The most locks, and the most waiters, of a backend to look at; at least 1.
+        limit: The most locks, and the most waiters, of a backend to look at, from 1 to 10**9.
 
     Raises:
         InvalidArgument: An argument breaks a rule.
         InvalidLockBackend: There is no such alias.
     """
-    whole_number(limit, "limit")
+    whole_number(limit, "limit", MOST_SCANNED)
     notes = {alias: Notes(alias) for alias in _chosen(backends)}
     began = time.monotonic()
     stores: list[BaseLockBackend] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +11,16 @@ from django.db import DatabaseError, InterfaceError
 
 from ...core.errors import LockError
 from ...core.wording import counted, printable
-from ...inspection.diagnosis import SCANNED, Diagnosis, Look, Mark, accept_loss, diagnose, told
+from ...inspection.diagnosis import (
+    MOST_SCANNED,
+    SCANNED,
+    Diagnosis,
+    Look,
+    Mark,
+    accept_loss,
+    diagnose,
+    told,
+)
 from ..operating import OperatorCommand, add_backends
 from ..reading import up_to
 from ..statuses import UNAVAILABLE, USAGE
@@ -46,7 +54,7 @@ class Command(OperatorCommand):
         )
         parser.add_argument(
             "--scan",
-            type=up_to(math.inf),
+            type=up_to(MOST_SCANNED),
             default=SCANNED,
             metavar="N",
             help="maximum number of locks and waiters to check per backend (default: %(default)s)",
