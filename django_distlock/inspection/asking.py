@@ -122,6 +122,10 @@ def silent() -> dict[str, Failure]:
             found[alias] = Failure(backend=alias, code="network_timeout", message=message)
         except (LockError, ImproperlyConfigured) as error:
             found[alias] = Failure.of(alias, error)
+        except Exception as error:  # noqa: BLE001 - it was not asked, or has a bug
+            pass_on(error)
+            message = f"The lock store {alias!r} could not be asked: {error}"
+            found[alias] = Failure(backend=alias, code="internal", message=message)
     return found
 
 

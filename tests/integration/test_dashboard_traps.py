@@ -9,6 +9,7 @@ import unicodedata
 from datetime import UTC, datetime, timedelta
 from html import unescape
 from typing import Any, ClassVar
+from unittest.mock import patch
 from urllib.parse import urlencode, urljoin
 from zoneinfo import ZoneInfo
 
@@ -293,6 +294,14 @@ def test_store_that_hangs_is_asked_once(
     assert key in text
     assert all("&#x27;hung&#x27; did not answer" in each for each in said)
     assert Hung.asked == ["the time"]
+
+
+def test_stores_that_no_thread_can_ask_are_outages(browser: Client) -> None:
+    """The page shows them, for it may be wanted then."""
+    with patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
+        text = page(browser)
+    for alias in settings.DISTLOCK:
+        assert f"<strong>{alias}:</strong> The lock store &#x27;{alias}&#x27; could not be" in text
 
 
 def test_stores_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
