@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar, Final
 
 from ..backends import database
@@ -85,18 +85,19 @@ class _Bridged(BaseLockBackend):
         return BaseLockBackend._acquire_many(self, attempts)
 
     def _take_over(self, attempt: Attempt) -> Grant | Contended:
-        """Replace a lease. Then its old lock changes hands, without being free in between."""
-        key, owners = attempt.key, [_owner(each) for each in (attempt.token, attempt.replace or "")]
-        take = partial(self._old(key).acquire, key, owners[0], _lifetime(attempt.ttl), owners[1])
-        try:
-            answer = super()._acquire(attempt)
-        except LockError:
-            # The lease may have been granted: a retry or a release then uses the new token.
-            take()
-            raise
-        if isinstance(answer, Grant) and not take():
-            super()._release(attempt.name, answer, None, bound=attempt.bound)
+        """Replace a lease. Its old lock changes hands before, without being free in between."""
+        key, old = attempt.key, self._old(attempt.key)
+        ours, theirs = (_owner(each) for each in (attempt.token, attempt.replace or ""))
+        if not old.acquire(key, ours, _lifetime(attempt.ttl), theirs):
             return Contended(observed_at=self._time())
+        # If this fails, a retry or a release finds the old lock by the new token.
+        answer = super()._acquire(attempt)
+        if not isinstance(answer, Grant):
+            record = self._read(attempt.name)
+            if record is not None and record.token == attempt.replace:
+                old.acquire(key, theirs, _lifetime(record.ttl), ours)
+            elif record is None or record.token != attempt.token:
+                old.release(key, ours)
         return answer
 
     def _extend(
@@ -133,9 +134,16 @@ class _Bridged(BaseLockBackend):
     def _force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
+        old, record = self._old(key), None
+        with suppress(LockError):  # Something else has written to the record.
+            record = self._read(name)
+        if record is not None:
+            # If the old lock cannot be asked, nothing is changed: without the record, nobody would
+            # know its owner any more.
+            old.extend(key, _owner(record.token), _lifetime(record.ttl))
         found = super()._force_release(name, key, fence, bound=bound)
         if isinstance(found, Record):
-            self._old(key).release(key, _owner(found.token))
+            old.release(key, _owner(found.token))
         return found
 
     def _both(

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -19,12 +20,31 @@ from django.db import DatabaseError, InterfaceError, connections
 from ..core.clock import monotonic
 from ..core.errors import BackendUnavailable, InvalidArgument, shown
 from ..core.threads import TimerThread, in_child
-from ..database.connections import bound_opening, close_before_drop, own_connection
+from ..database.borrowing import Opening, cut
+from ..database.connections import (
+    CONNECT_SECONDS,
+    KEEPALIVES,
+    bound_opening,
+    close_before_drop,
+    own_connection,
+)
 
 N = TypeVar("N")
 
 #: Seconds that a server may take to answer.
 _BOUND = 1.0
+
+#: The server keeps an idle session, and ends one soon whose client is gone.
+_STAYS = ", ".join(
+    f"set_config('{name}', '{value}', false)"
+    for name, value in {
+        "idle_session_timeout": 0,
+        "tcp_keepalives_idle": KEEPALIVES["keepalives_idle"],
+        "tcp_keepalives_interval": KEEPALIVES["keepalives_interval"],
+        "tcp_keepalives_count": KEEPALIVES["keepalives_count"],
+        "tcp_user_timeout": KEEPALIVES["tcp_user_timeout"],
+    }.items()
+)
 
 #: A retried acquire succeeds on its own lock.
 _ACQUIRE = """
@@ -160,7 +180,7 @@ class OldCacheAdd(OldLock[str]):
             if (held := cache.get(name)) is not None and held == instead_of:
                 cache.set(name, owner, _whole(seconds))
                 return True
-            return bool(held == owner)
+            return bool(held == owner and cache.touch(name, _whole(seconds)))
 
         return bool(self._ask(key, ask))
 
@@ -223,17 +243,18 @@ class OldAdvisoryLock(OldLock[Any]):
         numbers = number if isinstance(number, tuple) else (number,)
         template = connections[self._using]
         # Not from the project's pool, which would keep the session and its lock.
-        wrapper = own_connection(template)
+        wrapper = own_connection(template, **KEEPALIVES, connect_timeout=CONNECT_SECONDS)
         bound_opening(wrapper, template.settings_dict["OPTIONS"])
         # Another thread renews on this connection.
         wrapper.inc_thread_sharing()
         try:
             places = ", ".join(["%s"] * len(numbers))
-            with wrapper.cursor() as cursor:
-                cursor.execute(f"SELECT pg_try_advisory_lock({places})", numbers)
-                if not cursor.fetchone()[0]:
-                    wrapper.close()
-                    return False
+            with Opening(partial(cut, wrapper)):
+                wrapper.ensure_connection()
+            asked = f"SELECT {_STAYS}, pg_try_advisory_lock({places})"
+            if not _answer(wrapper, asked, numbers)[-1]:
+                wrapper.close()
+                return False
         except (DatabaseError, InterfaceError) as error:
             wrapper.close()
             raise _unavailable(key, f"the database {self._using!r}", error) from error
@@ -250,8 +271,7 @@ class OldAdvisoryLock(OldLock[Any]):
             if (session := self._held.get(owner)) is None:
                 return False
             try:
-                with session.wrapper.cursor() as cursor:
-                    cursor.execute("SELECT 1")
+                _answer(session.wrapper, "SELECT 1")
             except (DatabaseError, InterfaceError):
                 self.release(key, owner)
                 return False
@@ -309,6 +329,14 @@ class _Timer(TimerThread[_Session]):
 
     def _look(self, now: float, due: float) -> None:
         self._end_overdue()
+
+
+def _answer(wrapper: Any, statement: str, values: tuple[int, ...] = ()) -> tuple[Any, ...]:
+    """Run a statement, and return its row. A session that falls silent is cut off."""
+    with Opening(partial(cut, wrapper), _BOUND), wrapper.cursor() as cursor:
+        cursor.execute(statement, values)
+        row: tuple[Any, ...] = cursor.fetchone()
+        return row
 
 
 def _until(seconds: float | None) -> float:

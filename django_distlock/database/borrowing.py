@@ -721,10 +721,14 @@ class _Sweeper:
 
 
 class Opening:
-    """A block in which a connection is opened, within the time of the call."""
+    """A block in which a connection is opened or asked, within the time of the call.
 
-    def __init__(self, cut: Callable[[], None]):
-        self._watched = _Opening(self, cut)
+    Args:
+        seconds: The time of the block, if that is shorter.
+    """
+
+    def __init__(self, cut: Callable[[], None], seconds: float = math.inf):
+        self._watched = _Opening(self, cut, seconds)
 
     def __enter__(self) -> None:
         if self._watched.until < math.inf:
@@ -737,8 +741,8 @@ class Opening:
 class _Opening:
     """The part of an `Opening` that the sweeper refers to, so that it does not keep that alive."""
 
-    def __init__(self, block: Opening, cut: Callable[[], None]):
-        self.until = durations.end()
+    def __init__(self, block: Opening, cut: Callable[[], None], seconds: float):
+        self.until = durations.end(seconds)
         self._block = weakref.ref(block)
         self._cut = cut
 

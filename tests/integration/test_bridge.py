@@ -39,6 +39,7 @@ from tests.contract.redis_clients import single_url
 
 from .bridges import STORES, as_before, bridged, numbered, old
 from .databases import ask
+from .wires import wire
 
 TURNS = 15
 #: For what the bridge decides, before it asks an old lock of whichever kind.
@@ -192,16 +193,26 @@ def test_key_that_is_kept_is_kept_from_old_code(backend: str, kind: str, key: st
 
 
 class _Flaky(OldCacheAdd):
-    """Cannot be asked for a moment."""
+    """Cannot be asked for a moment: one operation fails once."""
 
-    fails = False
+    fails = ""
+
+    def acquire(
+        self, key: str, owner: str, seconds: float | None, instead_of: str | None = None
+    ) -> bool:
+        """Acquire, or take over."""
+        self._fail("take over" if instead_of else "acquire")
+        return super().acquire(key, owner, seconds, instead_of)
 
     def extend(self, key: str, owner: str, seconds: float | None) -> bool:
-        """Fail once."""
-        if self.fails:
-            self.fails = False
-            raise BackendUnavailable("The old lock cannot be asked.", code="network_timeout")
+        """Renew."""
+        self._fail("extend")
         return super().extend(key, owner, seconds)
+
+    def _fail(self, operation: str) -> None:
+        if self.fails == operation:
+            self.fails = ""
+            raise BackendUnavailable("The old lock cannot be asked.", code="network_timeout")
 
 
 @pytest.mark.parametrize("lost", ["answer", "old lock"])
@@ -224,10 +235,55 @@ def test_window_outlasts_a_release_that_is_asked_for_again(
             if lost == "answer":
                 monkeypatch.setattr(plain, "_release", unheard)
             else:
-                bridge.fails = True
+                bridge.fails = "extend"
         assert lock_backends[alias].read(key) is not None
         assert not is_free("cache", key)
         assert lock_backends[alias].force_release(key) is not None
+
+
+def test_force_release_changes_nothing_where_the_old_lock_cannot_be_asked(key: str) -> None:
+    """Without the record nobody would know its owner, and old code would wait for ever."""
+    bridge = _Flaky("old-{key}", "redis")
+    with bridged("database", bridge) as alias:
+        store = lock_backends[alias]
+        distlock(key, backend=alias, ttl=None, basic=True, wait=5).acquire()
+        bridge.fails = "extend"
+        with pytest.raises(BackendUnavailable):
+            store.force_release(key)
+        assert store.read(key) is not None
+        assert store.force_release(key) is not None
+        assert is_free("cache", key)
+
+
+@pytest.mark.parametrize("way", ["hand-over", "death"])
+def test_take_over_outlasts_an_outage_of_the_old_lock(key: str, way: str) -> None:
+    """It is tried again, and old code never gets the key meanwhile."""
+    bridge = _Flaky("old-{key}", "redis")
+    with bridged("database", bridge) as alias:
+        if way == "hand-over":
+            text = distlock(key, backend=alias, ttl=30, wait=5).acquire().dump()
+            bridge.fails = "take over"
+            lease = Lease.load(text)
+        else:
+            dead = replace(current_holder(), started_at=1.0)
+            assert isinstance(lock_backends[alias].acquire(key, new_token(), 60, dead), Grant)
+            bridge.fails = "take over"
+            lease = distlock(key, backend=alias, wait=5, steal_if_dead=True).acquire()
+        assert bridge.fails == ""
+        assert not is_free("cache", key)
+        lease.extend()
+        assert lease.release()
+        assert is_free("cache", key)
+
+
+def test_owner_that_acquires_again_renews(kind: str, key: str) -> None:
+    """Its first request was carried out, and the answer was lost for longer than it asked for."""
+    lock = old(kind)
+    assert lock.acquire(key, "owner", 1)
+    assert lock.acquire(key, "owner", 60)
+    assert not eventually(lambda: is_free(kind, key), 2.5)
+    lock.release(key, "owner")
+    assert was_freed(kind, key)
 
 
 @ANY_KIND
@@ -327,6 +383,28 @@ def test_advisory_lock_needs_no_connection_of_a_pool(key: str) -> None:
         finally:
             pooled: Any = connections[using]
             pooled.close_pool()
+
+
+def test_advisory_lock_whose_session_falls_silent_is_lost(key: str) -> None:
+    """No error of the network tells: it is cut, so that calls for other keys need not wait."""
+    with wire("default") as through, alias_like("default", **through.address) as using:
+        kept = OldAdvisoryLock(numbered, using=using)
+        assert kept.acquire(key, "owner", 600)
+        through.hang()
+        try:
+            assert Later(kept.extend, key, "owner", 600).result() is False
+        finally:
+            through.flow()
+
+
+def test_advisory_lock_stays_where_the_server_ends_idle_sessions(key: str) -> None:
+    """It is renewed less often."""
+    with alias_like("default", OPTIONS={"options": "-c idle_session_timeout=200"}) as using:
+        kept = OldAdvisoryLock(numbered, using=using)
+        assert kept.acquire(key, "owner", 600)
+        assert not eventually(lambda: is_free("advisory", key), 1)
+        assert kept.extend(key, "owner", 600)
+        kept.release(key, "owner")
 
 
 def test_advisory_lock_is_not_in_the_way_of_dropping_its_database(key: str) -> None:
