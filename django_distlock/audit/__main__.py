@@ -51,7 +51,8 @@ class Audit:
             parts = stores, regions, Transactions(source, regions)
             found = [each for part in parts for each in part.findings()]
             said = {*conditions(source)}
-        except (Unreadable, RecursionError) as error:
+        except (Unreadable, RecursionError, ValueError) as error:
+            # A number may have more digits than Python prints.
             self.unread[str(path)] = str(error)
             return
         self._conditions |= said

@@ -21,6 +21,8 @@ _WAITS = re.compile(
     "get|post|put|patch|head|delete|request|stream|urlopen|run|call|check_(call|output)"
     "|communicate|wait|wait_for|result"
 )
+#: Classes of locks whose third argument is `timeout`.
+_LOCK = re.compile(r"redis_lock\.Lock|redis\..*lock\.Lock|django_distlock\.compat\.redis\.Lock")
 _ATOMIC = re.compile("(?<!non_)atomic|^transaction_locked$")
 _WRITES = re.compile(
     "a?(save|create|update|delete|(get|update)_or_create|bulk_(create|update)|execute(many)?)"
@@ -61,9 +63,11 @@ def made_lock(source: Source, node: ast.expr) -> Lock | None:
         still = still or is_constant(argument(node, "basic"), True)
         still = still and not is_constant(argument(node, "on_lost"), "ignore")  # loss is accepted
         return Lock("ours", source.number(argument(node, "ttl")) if still else math.inf)
+    is_ours = origin.startswith("django_distlock.compat.")
     if origin.endswith(("pglock.advisory", "advisory_lock")):
-        return Lock("" if is_constant(argument(node, "xact"), True) else "session", math.inf)
-    by_class = re.fullmatch(r"redis_lock\.Lock|redis\..*lock\.Lock", origin)
+        session = "ours" if is_ours else "session"
+        return Lock("" if is_constant(argument(node, "xact"), True) else session, math.inf)
+    by_class = _LOCK.fullmatch(origin)
     if not by_class:
         if not isinstance(node.func, ast.Attribute) or node.func.attr != "lock":
             return None
@@ -71,7 +75,8 @@ def made_lock(source: Source, node: ast.expr) -> Lock | None:
             return None
     timeout = argument(node, "timeout", 2 if by_class else 1) or argument(node, "expire")
     renewed = not timeout or is_constant(argument(node, "auto_renewal"), True)
-    return Lock("foreign", math.inf if renewed else source.number(timeout))
+    made_by = "ours" if is_ours else "foreign"
+    return Lock(made_by, math.inf if renewed else source.number(timeout))
 
 
 def atomic(source: Source, node: ast.AST) -> ast.AST | None:

@@ -29,7 +29,7 @@ _POOLER = re.compile(
 )
 
 
-_SETTING = re.compile(r"DATABASES(\['\w+'\].*)? = ")
+_SETTING = re.compile(r"DATABASES(\['\w+'\].*)?")
 
 
 def is_view(source: Source, function: Function) -> bool:
@@ -147,7 +147,8 @@ class Transactions:
 def conditions(source: Source) -> Iterator[str]:
     """Yield REQUEST if settings make requests transactions, and their aliases behind a pooler."""
     for node in source.nodes:
-        if isinstance(node, ast.Assign) and _SETTING.match(text := ast.unparse(node)):
+        if isinstance(node, ast.Assign) and _SETTING.fullmatch(ast.unparse(node.targets[0])):
+            text = ast.unparse(node)
             if re.search(r"'ATOMIC_REQUESTS'(: |\] = )(?!False)", text):
                 yield REQUEST
             databases = {ast.unparse(node.targets[0])[len("DATABASES['") :]: text}

@@ -226,7 +226,7 @@ ODD = {
     "nested.py": (b"x = " + b"(" * 3000 + b")" * 3000, ""),
     "long_sum.py": (b"x = " + b"+".join([b"1"] * 50_000), ""),
     "long_key.py": (b"cache.get(" + b"+".join([b"x"] * 2_000) + b")", ""),
-    "long_setting.py": (b"X = " + b"+".join([b"'a'"] * 900), ""),
+    "long_setting.py": (b"DATABASES = " + b"+".join([b"'a'"] * 900), ""),
 }
 
 
@@ -343,6 +343,14 @@ def test_select_and_ignore_choose_rules(project: Path, capsys: pytest.CaptureFix
     assert lines(capsys, ".", "--ignore", "acquire-ignored") == [("jobs.py", 3)]
     both = ["--ignore", "acquire-ignored", "--ignore", "delete-without-token"]
     assert lines(capsys, ".", *both) == []
+
+
+def test_number_that_python_does_not_print(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file may have one, and is audited all the same."""
+    (project / "primes.py").write_text(f"PRIME = 0x{'f' * 4000}\n{WRONG}")
+    assert lines(capsys, ".") == [("jobs.py", 2), ("primes.py", 3)]
 
 
 def test_folders_that_are_not_the_projects_are_left_out(

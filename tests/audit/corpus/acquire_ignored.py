@@ -3,6 +3,7 @@ import time
 import redis
 from django.core.cache import cache, caches
 from django_distlock import distlock
+from django_distlock.compat.redis import Lock
 
 client = redis.Redis()
 locks = caches["locks"]
@@ -23,6 +24,9 @@ def by_a_helper(report): take_report_lock()  # missed: acquire-ignored
 def of_a_lock_object(report):
     lock = client.lock("report", timeout=60)
     lock.acquire(blocking=False)  # bad: acquire-ignored
+
+def of_a_class_that_took_its_place(report):
+    Lock(None, "report", 60).acquire(blocking=False)  # bad: acquire-ignored
 
 def of_ours(report): distlock("report").try_acquire()  # bad: acquire-ignored
 

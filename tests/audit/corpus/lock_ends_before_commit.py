@@ -4,6 +4,8 @@ from django.core.cache import cache
 from django.db import transaction
 from django.db.transaction import atomic
 from django_distlock import distlock
+from django_distlock.compat import pglock as compat
+from django_distlock.compat.redis import Lock
 from pglock import advisory
 from shop.models import Order
 
@@ -67,6 +69,11 @@ def around_a_block(order):
 @transaction.atomic
 def ours(order):
     with distlock("orders"): order.save()
+
+@transaction.atomic
+def ours_by_other_names(order):
+    with compat.advisory("orders"): order.save()
+    with Lock(None, "orders", 60): order.save()
 
 @transaction.atomic
 def ends_with_the_transaction(order):

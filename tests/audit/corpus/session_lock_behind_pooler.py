@@ -1,6 +1,7 @@
 import pglock
 from django.db import connection, connections
 from django_distlock import transaction_lock
+from django_distlock.compat import pglock as compat
 from django_pglocks import advisory_lock
 
 DATABASES = {
@@ -53,3 +54,6 @@ def of_the_transaction_by_a_package(report):
     with pglock.advisory("report", xact=True): report.make()
 
 def ours(report): transaction_lock("report")
+
+def ours_by_the_package_s_name(report):
+    with compat.advisory("report"): report.make()
