@@ -8,7 +8,6 @@ from typing import Any
 from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core import checks
-from django.db import models
 
 from ..backends.database import DatabaseBackend
 from ..fencing import FencedModel, FencedQuerySet
@@ -43,7 +42,7 @@ def check_base_managers(
     return [
         checks.Warning(
             f"{model.__name__} has fence_required, and its base manager is fenced: no row that"
-            f" {field.name!r} (on_delete=SET_NULL) refers to can be deleted.",
+            f" {field.name!r} (on_delete=SET_NULL or SET()) refers to can be deleted.",
             hint=f"Remove base_manager_name. {DOCS}",
             obj=model,
             id="distlock.W009",
@@ -51,7 +50,8 @@ def check_base_managers(
         for model in _fenced_models(app_configs)
         if model.fence_required and _is_fenced(model._base_manager)
         for field in model._meta.concrete_fields
-        if field.remote_field and field.remote_field.on_delete is models.SET_NULL
+        # Django updates such rows by a query; the others it collects first.
+        if field.remote_field and getattr(field.remote_field.on_delete, "lazy_sub_objs", False)
     ]
 
 

@@ -15,7 +15,7 @@ from ..core.errors import LockUsageError
 from ..core.keys import normalize_key
 from .fields import FENCE
 
-_ANY, _NUMBER = ".+", r"-?\d+"
+_ANY, _NUMBER = ".*", r"-?\d+"
 #: The pattern of each type of field that a key can contain: its values have one text each.
 _PATTERNS: Mapping[type[models.Field[Any, Any]], str] = {
     models.IntegerField: _NUMBER,
@@ -127,9 +127,17 @@ def _column(model: type[models.Model], name: str, text: str) -> models.Field[Any
     if field is None or not field.column:
         raise ValueError(f"{text!r}: {model.__name__} has no column {{{name}}}.")
     fence = next((each for each in model._meta.fields if each.name == FENCE), field)
-    if not field.primary_key and field.model is not fence.model:
+    if field.model is not fence.model and not (
+        field.primary_key and _is_one_key(model, fence.model) and _is_one_key(model, field.model)
+    ):
         raise ValueError(f"{text!r}: {{{name}}} is in another table than the fence.")
     return field  # type: ignore[no-any-return]
+
+
+def _is_one_key(model: type[models.Model], parent: type[models.Model]) -> bool:
+    """Whether a row and that of a parent have the same primary key: a model may have two."""
+    links: Any = model._meta.get_path_to_parent(parent)
+    return all(link.join_field.primary_key for link in links)
 
 
 @cache

@@ -6,7 +6,8 @@ import copy
 from typing import Any, ClassVar, Self, cast
 
 from asgiref.sync import sync_to_async
-from django.db import DatabaseError, connections, models, router, transaction
+from django.db import DatabaseError, models, router, transaction
+from django.db.models.functions import Greatest
 
 from ..core.errors import LockUsageError
 from ..locks.taking import UNSET
@@ -49,6 +50,7 @@ class FencedModel(models.Model):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         models.signals.pre_save.connect(_keep_fence, sender=cls)
+        models.signals.post_save.connect(_know_fence, sender=cls)
         models.signals.class_prepared.connect(_link_parents, sender=cls)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -255,17 +257,26 @@ class FencedModel(models.Model):
 def _keep_fence(instance: FencedModel, using: str, raw: bool, **_: Any) -> None:
     """Keep a fixture, which is written as it is, from lowering the fence of an existing row."""
     concrete: Any = instance._meta.concrete_model
-    if raw and concrete._meta.get_field(FENCE) in concrete._meta.local_fields:
-        template = template_of(type(instance))
-        # Its values are looked at, and not its key: a text may be too long for one.
-        if template is not None and None in template.values(instance).values():
-            instance.fence = 0  # Its key will be new, so nobody can have locked it before.
-            return
-        rows = instance._row(using)
-        if connections[using].in_atomic_block:
-            rows = rows.select_for_update()
-        there = rows.values_list(FENCE, flat=True).first()
-        instance.fence = max(instance.fence or 0, there or 0)
+    if not raw or concrete._meta.get_field(FENCE) not in concrete._meta.local_fields:
+        return
+    template = template_of(type(instance))
+    # Its values are looked at, and not its key: a text may be too long for one.
+    is_new = template is not None and None in template.values(instance).values()
+    # If the key will be new, nobody can have locked it before.
+    given = 0 if is_new else instance.fence or 0
+    there = instance._row(using).values_list(FENCE, flat=True).first()
+    instance.fence = max(given, there or 0)
+    if there is not None:
+        # Until the row is written, another session may raise its fence.
+        fence: Any = Greatest(models.F(FENCE), models.Value(instance.fence))
+        instance.fence = fence
+
+
+def _know_fence(instance: FencedModel, raw: bool, **_: Any) -> None:
+    """Replace the expression of `_keep_fence` by its number."""
+    fence: Any = instance.__dict__.get(FENCE)
+    if raw and isinstance(fence, Greatest):
+        instance.fence = fence.get_source_expressions()[1].value
 
 
 def _link_parents(sender: type[FencedModel], **_: Any) -> None:

@@ -10,6 +10,7 @@ from django.db import connections, models
 from django.db.utils import DatabaseError
 
 from ..core.errors import FenceRejected, LockUsageError
+from ..core.keys import IllegalKey
 from .fields import FENCE, is_refusal, refused
 from .keys import template_of
 from .rejecting import Fenced, reject, require_fence
@@ -34,7 +35,12 @@ def key_fields(model: type[models.Model], by: Fenced) -> dict[str, Any]:
 def has_key(instance: models.Model, by: Fenced) -> bool:
     """Whether a row may belong to the key of a lease."""
     template = template_of(type(instance))
-    return template is None or template.of(instance) == by.key
+    if template is None:
+        return True
+    try:
+        return template.of(instance) == by.key
+    except IllegalKey:
+        return False  # Such as a text that is too long for a key.
 
 
 def require_key(instance: models.Model, by: Fenced) -> None:

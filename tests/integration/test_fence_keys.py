@@ -161,6 +161,7 @@ NUMBER = uuid.UUID("12345678-1234-5678-1234-567812345678")
             {"name": "a:b", "n": 7},
             "7:a:b",
         ),
+        ({"name": models.TextField()}, "n:{name}", {"name": ""}, "n:"),
         (
             {"account": models.ForeignKey(Account, models.CASCADE)},
             "account:{account}",
@@ -221,6 +222,26 @@ def test_templates_that_cannot_be() -> None:
             KeyTemplate(made, template)
 
 
+@isolate_apps("tests.shop")
+def test_primary_key_of_another_table() -> None:
+    """A row may have two: that of the fence's table, and one that says nothing about it."""
+
+    def made(name: str, *bases: Any, **fields: Any) -> Any:
+        body = {"__module__": __name__, "Meta": type("Meta", (), {"app_label": "shop"}), **fields}
+        return type(name, bases, body)
+
+    part = made("Part", models.Model, number=models.AutoField(primary_key=True))
+    base = made("Base", FencedModel)
+    both = made("Both", part, base)
+    coded = made("Coded", base, code=models.CharField(primary_key=True, max_length=9))
+    for model, template in ((both, "x:{pk}"), (both, "x:{number}"), (coded, "x:{code}")):
+        with pytest.raises(ValueError, match="in another table than the fence"):
+            KeyTemplate(model, template)
+    assert KeyTemplate(both, "x:{id}").of(both(id=4)) == "x:4"
+    child = made("Child", base)
+    assert KeyTemplate(child, "x:{pk}").of(child(pk=4)) == "x:4"
+
+
 # Checks
 
 
@@ -236,11 +257,12 @@ def test_check_of_fence_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("required", [True, False])
 @pytest.mark.parametrize("base", ["objects", None])
-def test_check_of_base_managers(base: str | None, required: bool) -> None:
+@pytest.mark.parametrize("on_delete", [models.SET_NULL, models.SET(None), models.SET_DEFAULT])
+def test_check_of_base_managers(base: str | None, on_delete: Any, *, required: bool) -> None:
     """W009 names a model whose rows Django cannot cut off from a row that it deletes."""
     fields = {
         "fence_required": required,
-        "other": models.ForeignKey(Row, models.SET_NULL, null=True, related_name="+"),
+        "other": models.ForeignKey(Row, on_delete, null=True, default=None, related_name="+"),
         "part_of": models.ForeignKey(Row, models.CASCADE, related_name="+"),
         "__module__": __name__,
         "Meta": type("Meta", (), {"app_label": "shop", "base_manager_name": base}),
@@ -249,7 +271,8 @@ def test_check_of_base_managers(base: str | None, required: bool) -> None:
     with isolate_apps("tests.shop") as isolated:
         made = type("Thing", (FencedModel,), fields)
     found = check_base_managers([isolated.get_app_config("shop")])
-    wrong = required and base is not None
+    # Rows with a default are collected, and updated one by one.
+    wrong = required and base is not None and on_delete is not models.SET_DEFAULT
     assert [(each.id, each.obj) for each in found] == [("distlock.W009", made)] * wrong
     assert all("'other'" in each.msg for each in found)
     assert check_base_managers(None) == []

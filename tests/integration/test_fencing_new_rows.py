@@ -14,7 +14,7 @@ from django.forms.models import model_to_dict
 
 from django_distlock import FenceRejected, LockUsageError
 from django_distlock.fencing import Fence
-from tests.shop.models import Folder, Savings, SubVault, Vault
+from tests.shop.models import Folder, Named, Savings, SubVault, Vault
 
 from .fenced_rows import (
     EVERYWHERE,
@@ -189,6 +189,16 @@ def test_row_that_moves_keeps_its_fence(using: str) -> None:
     row.save(using=using)
     assert stored(row) == (1, 0)
     Vault.objects.using(other).all()._raw_delete(other)
+
+
+@pytest.mark.parametrize("write", [saved, inserted])
+def test_copy_whose_text_is_too_long_for_a_key(using: str, write: Callable[..., Any]) -> None:
+    """It belongs to no key, and so not to that of the original."""
+    Named(name="x", value=1).save(using=using)
+    row = Named.objects.using(using).fenced(Fence("n:x", 5)).get()
+    row.pk, row.name, row._state.adding = None, "\U0001d160" * 99, True
+    write(row, using)
+    assert [*Named.objects.using(using).order_by("pk").values_list("fence", flat=True)] == [5, 0]
 
 
 def test_fixture_without_primary_keys_brings_no_fences(using: str, tmp_path: Path) -> None:

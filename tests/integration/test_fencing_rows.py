@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.core import serializers
 from django.core.management import call_command
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
 
 from django_distlock import FenceRejected, LockUsageError, distlock
 from django_distlock.fencing import Fence
 from tests.contract.locking import held_elsewhere, rolled_back
-from tests.shop.models import Account, Named, Row, Savings
+from tests.shop.models import Account, Folder, Named, Row, Savings
 
 from .fenced_rows import (
     NEW,
@@ -162,6 +164,39 @@ def test_fixture_does_not_lower_a_fence(using: str, key: str, tmp_path: Path) ->
         fixture.write_text(dumped.getvalue().replace("shop.account", model))
         call_command("loaddata", str(fixture), database=using, verbosity=0)
         assert stored(row) == (1, 6)
+
+
+def test_fixture_that_leaves_the_key_to_the_database(using: str, tmp_path: Path) -> None:
+    """It does not say what key its row has, and the fence stays."""
+    row = Folder(tenant=1, value=1)
+    row.save(using=using)
+    row.save(lease=Fence("tenant:1", 6))
+    fixture = tmp_path / "rows.json"
+    fields = {"fence": 5, "value": 2}
+    fixture.write_text(json.dumps([{"model": "shop.folder", "pk": row.pk, "fields": fields}]))
+    call_command("loaddata", str(fixture), database=using, verbosity=0)
+    row.refresh_from_db()
+    assert (row.tenant, row.value, row.fence) == (1, 2, 6)
+
+
+def test_fixture_beside_a_holder(using: str, key: str) -> None:
+    """Who raises the fence while the row is restored, outside of any transaction, is not undone."""
+    row = account(using, key)
+    raised: list[int] = []
+
+    def raising(execute: Any, statement: str, *rest: Any) -> Any:
+        if statement.startswith("UPDATE") and not raised:
+            raised.append(6)
+            raised_elsewhere(row, 6, 9)
+        return execute(statement, *rest)
+
+    restored: Any
+    (restored,) = serializers.deserialize("json", serializers.serialize("json", [row]), using=using)
+    with connections[using].execute_wrapper(raising):
+        restored.save(using=using)
+    assert raised
+    assert stored(row) == (1, 6)
+    assert isinstance(restored.object.fence, int)
 
 
 @pytest.mark.parametrize("using", ["default", "sqlite"], indirect=True)

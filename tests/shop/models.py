@@ -63,7 +63,7 @@ class Folder(FencedModel):
 
     objects: ClassVar[Any] = FencedQuerySet.as_manager()
 
-    tenant = models.IntegerField()
+    tenant = models.IntegerField(db_default=1)
     # Behind the column of the key, as an abstract base of a project's own may put it.
     fence = FenceField()
     value = models.IntegerField(default=0)
