@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 from .durations import number
 from .errors import InvalidArgument, shown
@@ -18,9 +19,9 @@ class Retry:
     shorter where a key is held for moments: see `Pacing`.
 
     Args:
-        delay: The first step, in seconds, more than 0.
+        delay: The first step, at least 0.001 seconds (or a `timedelta`, kept as seconds).
         factor: By how much a step outgrows the one before; at least 1.
-        cap: The longest step, in seconds; at least `delay`.
+        cap: The longest step, in seconds (or a `timedelta`); at least `delay`.
         max_retries: Attempts after the first one; None for as many as `wait` allows.
 
     Raises:
@@ -35,6 +36,10 @@ class Retry:
     max_retries: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("delay", "cap"):
+            value = getattr(self, name)
+            if isinstance(value, timedelta):
+                object.__setattr__(self, name, value.total_seconds())
         number(self.delay, "delay", minimum=0.001)
         number(self.factor, "factor", minimum=1)
         number(self.cap, "cap", minimum=self.delay)

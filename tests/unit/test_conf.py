@@ -64,7 +64,7 @@ def test_every_setting_is_read(settings: Any) -> None:
         WAIT=None,
         MAX_TTL=60,
         LOCK_CONNECTIONS=2,
-        RETRY={"delay": 0.2, "max_retries": 3},
+        RETRY={"delay": timedelta(seconds=0.2), "cap": timedelta(seconds=5), "max_retries": 3},
         FENCE_FLOOR="clock",
         OPTIONS={"using": "other"},
     )
@@ -76,7 +76,7 @@ def test_every_setting_is_read(settings: Any) -> None:
         wait=None,
         max_ttl=60.0,
         lock_connections=2,
-        retry=Retry(delay=0.2, max_retries=3),
+        retry=Retry(delay=0.2, cap=5.0, max_retries=3),
         fence_floor="clock",
         options={"using": "other"},
     )
