@@ -47,8 +47,23 @@ DEFAULT_TABLES: Mapping[str, str] = {
     "responses": "django_distlock_storedresponse",
 }
 
-#: PostgreSQL's names have at most 63 bytes, and those of functions and constraints add up to 15.
+#: PostgreSQL's names have at most 63 bytes, and those of constraints add up to 15.
 _MAX_TABLE_NAME = 48
+#: The names of functions begin with that of the table of locks, and add up to 20.
+_MAX_LOCKS_NAME = 43
+#: Tables without models, whose names begin with that of the locks as well: the secret, and the last
+#: grant of each session with a session lock.
+SIDE_TABLES: Final = ("salt", "session")
+#: The columns of the tables. No table has such a name, because statements of Django's get our
+#: schema before each name of a table.
+COLUMNS: Final = frozenset({
+    "acquired_at", "actor", "at", "backend", "body", "channel", "closed_until", "details",
+    "expires_at", "failed_at", "fence", "free_at", "headers", "holder", "holder_host", "id",
+    "key", "kind", "made_at", "message", "name", "paused_by", "paused_until", "raised_at",
+    "reason", "renewed_at", "renewed_until", "request", "route", "sent_as", "sent_at", "since",
+    "status", "stop_requested_at", "storage_key", "task", "task_id", "token", "ttl", "until",
+    "wanted",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +152,19 @@ def _tables() -> Mapping[str, str]:
             raise InvalidLockBackend(
                 f"DISTLOCK_TABLES[{what!r}] must be an identifier, not {shown(value)}."
             )
-        if len(value) > _MAX_TABLE_NAME:
+        longest = _MAX_LOCKS_NAME if what == "locks" else _MAX_TABLE_NAME
+        if len(value) > longest:
             raise InvalidLockBackend(
                 f"DISTLOCK_TABLES[{what!r}] has {len(value)} characters, more than"
-                f" {_MAX_TABLE_NAME}: {shown(value)}."
+                f" {longest}: {shown(value)}."
+            )
+        if value.lower() in COLUMNS:
+            raise InvalidLockBackend(
+                f"DISTLOCK_TABLES[{what!r}] must not be the name of a column: {shown(value)}."
             )
     # Some databases fold the case of names.
-    if len({value.lower() for value in tables.values()}) < len(tables):
+    names = [*tables.values(), *(f"{tables['locks']}_{each}" for each in SIDE_TABLES)]
+    if len({value.lower() for value in names}) < len(names):
         raise InvalidLockBackend(
             f"DISTLOCK_TABLES must name different tables, so that no cleanup of locks can reach"
             f" the fence counters: {tables!r}."

@@ -13,12 +13,12 @@ from django.db.migrations.loader import MigrationLoader
 from django.db.models import CheckConstraint
 
 from ..backends.database import DatabaseBackend
+from ..conf import SIDE_TABLES
 from ..core.pages import page
 from ..database.connections import rows_of
 from ..database.sql import (
     FUNCTIONS,
     SCHEMA_OF,
-    SIDE_TABLES,
     fence_guard_name,
     function_name,
     quoted,

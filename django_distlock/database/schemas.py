@@ -19,7 +19,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
-from ..conf import DEFAULT_TABLES, table
+from ..conf import DEFAULT_TABLES, SIDE_TABLES, table
 from ..core import durations
 from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
@@ -27,7 +27,7 @@ from ..core.interruptions import pass_on
 from ..core.secrets import forget_frames
 from .borrowing import LockConnections, NoConnectionFree, Own, Use
 from .connections import CONNECT_SECONDS
-from .sql import FUNCTIONS, SIDE_TABLES, function_name, side_table
+from .sql import FUNCTIONS, function_name, side_table
 from .vendors import VENDORS, of
 
 T = TypeVar("T")

@@ -53,7 +53,7 @@ NAMES = pytest.mark.parametrize(
             id="reserved",
         ),
         pytest.param(
-            {"locks": f"AcmeLocks_{'x' * 38}", "fences": f"AcmeFences_{'x' * 37}"},
+            {"locks": f"AcmeLocks_{'x' * 33}", "fences": f"AcmeFences_{'x' * 37}"},
             id="longest, mixed case",
         ),
     ],

@@ -9,10 +9,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.apps import apps
 
 from django_distlock import conf
 from django_distlock.conf import BackendConfig, HolderConfig
 from django_distlock.core.retry import Retry
+from django_distlock.database.sql import FUNCTIONS, function_name
 from django_distlock.exceptions import InvalidLockBackend
 
 MEMORY = "django_distlock.backends.memory.MemoryBackend"
@@ -231,6 +233,9 @@ def test_bad_tables_are_refused(settings: Any) -> None:
         ({"fences": "a\n"}, "must be an identifier"),
         ({"events": "é"}, "must be an identifier"),
         ({"events": "e" * 49}, "DISTLOCK_TABLES['events'] has 49 characters, more than 48"),
+        ({"locks": "e" * 44}, "DISTLOCK_TABLES['locks'] has 44 characters, more than 43"),
+        ({"fences": "Fence"}, "DISTLOCK_TABLES['fences'] must not be the name of a column"),
+        ({"locks": "dl", "events": "dl_Session"}, "must name different tables"),
         ({"locks": "same", "fences": "same"}, "must name different tables"),
         ({"locks": "Same", "fences": "sAME"}, "must name different tables"),
         ({"locks": "django_distlock_fencecounter"}, "must name different tables"),
@@ -242,6 +247,14 @@ def test_bad_tables_are_refused(settings: Any) -> None:
             with pytest.raises(InvalidLockBackend) as caught:
                 conf.table(name)
             assert message in str(caught.value)
+
+
+def test_names_of_columns_are_known() -> None:
+    """And no function's name is cut off by PostgreSQL."""
+    models = apps.get_app_config("django_distlock").get_models()
+    assert {each.column for model in models for each in model._meta.local_fields} == conf.COLUMNS
+    longest = max(len(function_name(each)) for each in FUNCTIONS) - len(conf.table("locks"))
+    assert conf._MAX_LOCKS_NAME + longest == 63
 
 
 def test_holder_is_read(settings: Any) -> None:

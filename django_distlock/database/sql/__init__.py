@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
-from ...conf import DEFAULT_TABLES, table
+from ...conf import DEFAULT_TABLES, SIDE_TABLES, table
 from ...core.keys import PLACE_MARKER, prefix_end
 
 #: The functions for locks.
@@ -28,8 +28,6 @@ FIXED_PATH = "search_path=pg_catalog, pg_temp"
 _SETTING = re.compile(r"^SET (\w+) = (.+?)(?: AS \$body\$)?$", re.MULTILINE)
 #: The scripts in the order of installation.
 SCRIPTS = ("secret", "storage", "fence_guard", *FUNCTIONS)
-#: Tables without models: the secret, and the last grant of each session with a session lock.
-SIDE_TABLES = ("salt", "session")
 
 #: The schema in which a session finds `{table}`, or would create it, and whether it finds it.
 SCHEMA_OF = """

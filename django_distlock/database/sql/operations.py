@@ -12,8 +12,8 @@ from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
 
-from ...conf import table
-from . import SCHEMA_OF, SCRIPTS, SIDE_TABLES, quoted, removal, script, settings_in, side_table
+from ...conf import SIDE_TABLES, table
+from . import SCHEMA_OF, SCRIPTS, quoted, removal, script, settings_in, side_table
 
 _BODY = re.compile(r"FUNCTION\s[^(]*\"(\w+)\"\s*\(.*?\$body\$(.*?)\$body\$", re.DOTALL)
 
