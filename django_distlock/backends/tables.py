@@ -95,12 +95,19 @@ class FenceTable:
         A router may choose by the context of a request. Then processes that start in different
         contexts would use different databases, and not exclude each other.
         """
-        routed = router.db_for_write(HeldLock)
+        where = f"DISTLOCK[{self.alias!r}]: a router (DATABASE_ROUTERS)"
+        remedy = "name the database of the locks in OPTIONS['using']."
+        try:
+            routed = router.db_for_write(HeldLock)
+        except Exception as error:
+            # Code of the project, such as one that asks for a tenant.
+            raise InvalidLockBackend(
+                f"{where} does not know where the lock tables are: {error!r}. So {remedy}"
+            ) from error
         if routed != DEFAULT_DB_ALIAS:
             raise InvalidLockBackend(
-                f"DISTLOCK[{self.alias!r}]: a router (DATABASE_ROUTERS) sends the lock tables to"
-                f" {routed!r}. It may answer otherwise in another process, which would then hold"
-                f" the same keys: name the database of the locks in OPTIONS['using']."
+                f"{where} sends the lock tables to {routed!r}. It may answer otherwise in another"
+                f" process, which would then hold the same keys: {remedy}"
             )
         return DEFAULT_DB_ALIAS
 

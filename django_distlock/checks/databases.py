@@ -284,7 +284,7 @@ def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
         yield checks.Error(
             f"The database {using!r} does not support SKIP LOCKED, which is needed to renew"
             " several leases at once.",
-            hint=f"Use MariaDB 10.6 or later, or MySQL 8.0.1 or later. {DOCS}",
+            hint=f"Use MariaDB 10.6 or later, or MySQL 8.0.17 or later. {DOCS}",
             id="distlock.E103",
         )
     for name, engine in rows_of(
@@ -304,7 +304,7 @@ def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
         yield checks.Warning(
             f"The database {using!r} does not write its log at each commit. A crash may undo"
             " grants and reissue their fences.",
-            hint=f"Set innodb_flush_log_at_trx_commit to 1, or set FENCE_FLOOR. {DOCS}",
+            hint=f"Set innodb_flush_log_at_trx_commit to 1. {DOCS}",
             id="distlock.W105",
         )
 

@@ -39,8 +39,9 @@ def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
                     id="distlock.W110",
                 )
             )
-    written = router.db_for_write(HeldLock)
-    if backends and not any(written in aliases_of(using) for using in backends):
+    written = written_to(HeldLock)
+    is_elsewhere = not any(written in aliases_of(using) for using in backends)
+    if backends and written is not None and is_elsewhere:
         found.append(
             checks.Warning(
                 f"{', '.join(map(where, backends.values()))} keeps locks in"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from django.conf import settings
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
@@ -45,8 +46,11 @@ def check_settings(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     """E001: each alias of `DISTLOCK` makes a backend, and the other settings are valid."""
     found: list[checks.CheckMessage] = []
     aliases = _read(conf.aliases, found) or []
+    # Without it, fences are signed by SECRET_KEY, which commands may do without.
+    is_unset = getattr(settings, "DISTLOCK_FENCE_SECRET", None) is None
+    secrets: Callable[[], object] = tuple if is_unset else conf.fence_secrets
     for read in (
-        conf.holder_config, conf.fence_secrets, conf.fence_audiences, conf.fence_jump,
+        conf.holder_config, secrets, conf.fence_audiences, conf.fence_jump,
         conf.monitor_tokens, conf.refuse_unknown_settings, conf.history, partial(conf.task_url, ""),
     ):  # fmt: skip
         _read(read, found)

@@ -57,6 +57,14 @@ BAD: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
+def test_project_without_a_secret_key() -> None:
+    """Where images are built, commands need none, and nobody signs a fence."""
+    with override_settings(SECRET_KEY=""):
+        assert "distlock.E001" not in ids()
+        with override_settings(DISTLOCK_FENCE_SECRET="short"):
+            assert "distlock.E001" in ids()
+
+
 def test_bad_setting_is_reported() -> None:
     """Each kind of mistake in `DISTLOCK` is one E001 that names it; the check itself goes on."""
     for kind, (setting, named) in BAD.items():

@@ -246,6 +246,9 @@ def test_what_somebody_has_dropped(empty: str) -> None:
     assert "the column closed_until" in found(empty)["distlock.W111"]
 
 
+OTHERS = "django_distlock_heldlock_acquire_v3"
+
+
 @pytest.mark.parametrize("kind", ["mysql", "postgresql", "sqlite"])
 def test_tables_renamed_as_the_page_says(request: pytest.FixtureRequest, kind: str) -> None:
     """They keep the names of their indexes, and nothing is missing."""
@@ -262,11 +265,14 @@ def test_tables_renamed_as_the_page_says(request: pytest.FixtureRequest, kind: s
     if kind == "postgresql":
         # All that serve the tables go, and not what serves fenced rows.
         ask(using, ENFORCES)
+        # Another deployment's are not ours.
+        ask(using, "CREATE SCHEMA other")
+        ask(using, f"CREATE FUNCTION other.{OTHERS}() RETURNS int AS 'SELECT 1' LANGUAGE sql")
         listed = there(re.search(r"SELECT format\(.*?(?=;\n)", page, re.DOTALL))
         for (statement,) in ask(using, listed[0]):
             ask(using, statement)
         left = ask(using, r"SELECT proname FROM pg_proc WHERE proname LIKE 'django\_distlock\_%'")
-        assert left == [("django_distlock_enforce_fence_v1",)]
+        assert {*left} == {("django_distlock_enforce_fence_v1",), (OTHERS,)}
     assert project.run(f"{__name__}:found", "default") == {}
     where = " ON acme_events" if kind == "mysql" else ""
     ask(using, f"DROP INDEX {index_name('events', 'kind')}{where}")

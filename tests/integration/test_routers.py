@@ -95,6 +95,26 @@ def test_seen_fences_stay_in_one_database(tenants: tuple[str | None, ...], key: 
     assert see(Fence(key, 6)) == 7
 
 
+class OfTenants:
+    """Knows no database outside of a request."""
+
+    def db_for_write(self, model: Any, **hints: Any) -> str:
+        """Fail."""
+        raise RuntimeError("no tenant")
+
+    db_for_read = db_for_write
+
+
+def test_router_that_needs_a_tenant_stops_no_check() -> None:
+    """E001 where it has to name the database of the locks, and nothing where `using` does."""
+    for options, wrong in (({"using": "sqlite"}, False), ({}, True)):
+        with override_settings(DATABASE_ROUTERS=[OfTenants()]), configured(**options):
+            found = checks.run_checks(tags=["distlock"])
+        told = [each.msg for each in found if each.id in ("distlock.E001", "distlock.W110")]
+        assert len(told) == wrong
+        assert all("no tenant" in each and "OPTIONS['using']" in each for each in told)
+
+
 class OfInstances:
     """Names the database of a project's row, and knows none for its model."""
 
