@@ -3,7 +3,8 @@
 ::
 
     LockError                      code "internal", "aborted"
-     ├── LockNotAcquired           "acquisition_timeout"
+     ├── LockNotAcquired           "acquisition_timeout", "deadlock", "superseded",
+     │                             "backlog_full", "aborted"
      ├── LockLost                  "lost"
      ├── FenceRejected             "fence_rejected"
      ├── BackendUnavailable        "service_unavailable", "network_timeout",

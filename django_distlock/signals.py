@@ -23,7 +23,7 @@ signal                 also carries
 `lock_forced`          `actor`, `reason`; `fence` and `holder` are those of the lease that was ended
 `lock_operated`        `operation` ("expire_soon", "request_stop", "pause", "resume", "cleanup"; for
                        the last one `key` is ""), `actor`, `reason`, `details`
-`fence_rejected`       `current` (the row's fence), `model`, `pk`
+`fence_rejected`       `current` (the row's fence, or its key's), `model`, `pk`, `cause`
 =====================  ============================================================================
 """
 
