@@ -129,10 +129,7 @@ def _downgrade(holding: Holding) -> None:
         until = now + min(durations.PATIENCE, (holding.deadline - now) / 2)
         answer = insist(store, question, until, holding.terms.retry)
         if answer is UNKNOWN and not holding.is_lost:
-            raise refusal(
-                "a transaction has locked the key. If the lease guards it, call downgrade()"
-                " after its end"
-            )
+            raise refusal("a transaction has locked the key")
         if not isinstance(answer, Grant) or holding.is_lost:
             why = "no answer came before its deadline" if answer is UNKNOWN else GONE
             holding.lose(why, tells=False)

@@ -216,14 +216,34 @@ class Lease:
             LockNotAcquired: The key is paused, or a transaction keeps it. The lease stands.
             BackendUnavailable: Two attempts got no answer. The lease is given up, as the store may
                 have carried one out: it is not `held` any more.
-            LockUsageError: The backend does not support this, or the lease was released.
+            LockUsageError: A transaction is open; or the lease was released, or its backend does
+                not support this.
         """
-        downgrade(self._holding)
-        self.token, self.fence = self._holding.token, self._holding.fence
+        if not self.shared:
+            self._refuse_inside("shared", "readers", "downgrade()")
+        self._share()
 
     async def adowngrade(self) -> None:
         """See `downgrade`."""
-        await self._holding.store.threads.run(self.downgrade)
+        if not self.shared:
+            # Here, because the threads of the backend have other transactions.
+            self._refuse_inside("shared", "readers", "adowngrade()")
+        await self._holding.store.threads.run(self._share)
+
+    def _share(self) -> None:
+        downgrade(self._holding)
+        self.token, self.fence = self._holding.token, self._holding.fence
+
+    def _refuse_inside(self, what: str, who: str, call: str) -> None:
+        """Refuse to let others use the key before the data of a transaction is committed."""
+        if deferred_release.open_transactions():
+            raise LockUsageError(
+                f"The lease on {self.key!r} cannot be {what} inside a transaction: {who} would use"
+                f" it before the data is committed. Call {call} after atomic(), or in a function"
+                " passed to transaction.on_commit().",
+                key=self.key,
+                code="unsupported",
+            )
 
     def release(self, *, strict: bool = False) -> bool:
         """Release the key: at once, or when the open transactions of this thread have ended.
@@ -320,14 +340,7 @@ class Lease:
             LockUsageError: A transaction is open; or the lease was released, belongs to another
                 process, or its backend cannot hand leases over.
         """
-        if deferred_release.open_transactions():
-            raise LockUsageError(
-                f"The lease on {self.key!r} cannot be handed over inside a transaction: another"
-                " process would use it before the data is committed. Call dump() after atomic(),"
-                " or in a function passed to transaction.on_commit().",
-                key=self.key,
-                code="unsupported",
-            )
+        self._refuse_inside("handed over", "another process", "dump()")
         return self._let_go()
 
     def _let_go(self) -> str:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.db import transaction
 
 from django_distlock import (
@@ -382,14 +383,22 @@ def test_downgrade_does_not_move_the_window(registered: Registered, key: str) ->
     assert abs(ends_at - began - timedelta(seconds=20)) < timedelta(seconds=0.001)
 
 
-@pytest.mark.requires("supports_sharing", "supports_guard")
-def test_downgrade_inside_of_a_guard(registered: Registered, key: str) -> None:
-    """Its own transaction is in the way: it is refused, and the lease stands."""
-    with lock_of(registered, key, ttl=4) as lease:
-        with lease.atomic(), pytest.raises(LockNotAcquired, match="the lease guards it"):
-            lease.downgrade()
+@SHARES
+def test_downgrade_inside_a_transaction(registered: Registered, key: str) -> None:
+    """Readers would read what is not committed: it is refused, and the lease stands."""
+    refused = pytest.raises(LockUsageError, match="before the data is committed")
+    with lock_of(registered, key, ttl=20) as lease:
+        with transaction.atomic():
+            with refused:
+                lease.downgrade()
+            with refused:
+                async_to_sync(lease.adowngrade)()
+            assert not grantable(lock_of(registered, key, shared=True, wait=0))
         lease.extend()
         lease.downgrade()
+        with transaction.atomic():
+            # It is shared already.
+            lease.downgrade()
         assert lease.shared
 
 
