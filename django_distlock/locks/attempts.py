@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -83,7 +83,8 @@ class Request:
     Attributes:
         since: When the call began, by the store's `monotonic`; `wait` counts from here.
         home: The thread whose transactions the caller works in.
-        inside: Returns the keys that the caller's outer blocks hold while it waits.
+        inside: Returns the keys that the caller's outer blocks hold while it waits, and whether
+            they share them.
         passed: A deferred release on this key that was looked at already.
         permits: How many may hold the key at the same time; None: any number.
         answered: Returns the answer to an earlier request, once: it replaces the first attempt.
@@ -97,7 +98,7 @@ class Request:
     steal_if_dead: bool = False
     since: float | None = None
     home: int = 0
-    inside: Callable[[], tuple[Name, ...]] = tuple
+    inside: Callable[[], Mapping[Name, bool]] = dict
     passed: deferred_release.Deferred | None = None
     permits: int | None = 1
     answered: Callable[[], Answered | None] | None = None
@@ -223,9 +224,15 @@ class Attempts:
             elif isinstance(outcome, Contended):
                 self._in_the_way = outcome.holder
                 if step.wanted and outcome.shared and not request.shared:
-                    self._has_closed = True
+                    self._note_closed()
             self._unanswered = unanswered
             return outcome
+
+    def _note_closed(self) -> None:
+        """Note that the key is closed to those who want to share it, while this caller waits."""
+        self._has_closed = True
+        if self._wait is not None and not self._wait.closes:
+            waits.closed(self._wait)
 
     def _hear(self, answered: Answered) -> Outcome:
         """Use the answer to an earlier request as the outcome of this attempt."""
@@ -261,6 +268,8 @@ class Attempts:
             ring=ring,
             # With several permits, one that a transaction keeps does not block the others.
             is_for_one=request.permits in (1, None),
+            shared=request.permits is None,
+            closes=self._has_closed,
         )
         waits.begin(self._wait)
         for call in when_waiting:
@@ -441,10 +450,12 @@ class Attempts:
 
     def _in_vain(self, kept: str) -> LockNotAcquired:
         key = self.request.key
+        what = f"{kept!r}, which this context holds until a block or transaction ends"
+        if kept == key:
+            what = "a caller that waits to share it, behind this one"
         return LockNotAcquired(
-            f"The key {key!r} was not granted: its holder waits for {kept!r}, which this context"
-            " holds until a block or transaction ends. Acquire the keys in the same order"
-            " everywhere, or outside atomic().",
+            f"The key {key!r} was not granted: its holder waits for {what}. Acquire the keys in the"
+            " same order everywhere, or outside atomic().",
             key=key,
             holder=self._in_the_way,
         )

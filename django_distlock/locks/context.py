@@ -38,16 +38,20 @@ def current_lease(key: Key | None = None) -> Lease | None:
     return next((each for each in leases if wanted is None or each.key == wanted), None)
 
 
-def entered_here() -> tuple[tuple[str, str], ...]:
-    """Return the keys that this thread or task holds until it leaves its blocks."""
+def entered_here() -> dict[tuple[str, str], bool]:
+    """Return the keys that this thread or task holds until it leaves its blocks.
+
+    Each comes with whether it is shared.
+    """
     held = [each._holding for each in _held()]
     if not held:
-        return ()
+        return {}
     try:
         task = asyncio.current_task()
     except RuntimeError:
         task = None
-    return tuple(each.name for each in held if each.lasts and each.is_entered_by(task))
+    lasting = (each for each in held if each.lasts and each.is_entered_by(task))
+    return {each.name: each.grant.shared for each in lasting}
 
 
 def bind(lease: Lease) -> Block:

@@ -7,7 +7,7 @@ transactions that acquire the same keys in opposite order would wait for each ot
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..core.threads import in_child
@@ -23,28 +23,35 @@ class Wait:
 
     Attributes:
         home: The thread whose transactions it works in: `deferred_release.home`.
-        inside: The keys that its outer blocks hold while it waits.
+        inside: The keys that its outer blocks hold while it waits, and whether they share them.
         until: When it gives up, by the store's `monotonic`.
         is_for_one: Whether it waits for one particular holder, and not for any of several permits.
+        shared: Whether it waits to share the key, so that those who share it are not in the way.
+        closes: Whether it has closed the key to those who want to share it: they wait for it.
         in_vain_for: If it waits in vain: the key that it holds and its holder waits for.
     """
 
     name: Name
     home: int
-    inside: tuple[Name, ...]
+    inside: Mapping[Name, bool]
     until: float
     ring: Callable[[], object]
     is_for_one: bool = True
+    shared: bool = False
+    closes: bool = False
     in_vain_for: str | None = None
 
     def is_for(self, other: Wait) -> bool:
-        """Whether it waits for a key that another waiter holds."""
+        """Whether it waits for a key that another waiter holds, or has closed."""
         if not self.is_for_one:
             return False
-        if self.name in other.inside:
-            return True
+        held = [other.inside[self.name]] if self.name in other.inside else []
         # A lease that its own transactions keep is taken over, and not waited for.
-        return self.home != other.home and other.home in deferred_release.keepers(self.name)
+        if self.home != other.home:
+            held += deferred_release.kept_by_thread(self.name, other.home)
+        if not self.shared:
+            return bool(held)
+        return not all(held) or (other.closes and other.name == self.name)
 
 
 class _Waits:
@@ -67,6 +74,12 @@ class _Waits:
     def end(self, wait: Wait) -> None:
         """Remove a waiter."""
         self._all.discard(wait)
+
+    def closed(self, wait: Wait) -> None:
+        """Note that a waiter has closed its key; if that makes a circle, stop one waiter."""
+        with self._mutex:
+            wait.closes = True
+            self._break(wait)
 
     def deferred(self, name: Name) -> None:
         """Note that the transactions of the running code keep a key from now on.

@@ -352,10 +352,10 @@ def has_waiting() -> bool:
     return bool(_waiting.all())
 
 
-def keepers(name: tuple[str, str]) -> set[int]:
-    """Return the threads whose transactions keep this key until they end."""
-    kept = _waiting.of(name)
-    return {each.thread for each in kept if not each.is_over and each.owner.lasts}
+def kept_by_thread(name: tuple[str, str], thread: int) -> list[bool]:
+    """Return whether each lease on this key is shared that a thread's transactions keep."""
+    kept = (each for each in _waiting.of(name) if each.thread == thread)
+    return [each.owner.grant.shared for each in kept if not each.is_over and each.owner.lasts]
 
 
 def kept_beside(names: Collection[tuple[str, str]], thread: int) -> str | None:

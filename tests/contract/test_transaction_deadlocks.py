@@ -39,6 +39,31 @@ async def waits(lock: Lock) -> None:
     assert await asyncio.to_thread(eventually, lambda: has_waiters(lock), SOON)
 
 
+@pytest.mark.requires("supports_sharing")
+def test_reader_does_not_wait_for_a_reader(registered: Registered, key: str) -> None:
+    """Who wants the key alone closes it, and is refused: it would give up first."""
+    inner = lock_of(registered, f"{key}-inner", wait=20)
+    shared = lock_of(registered, key, shared=True, wait=20)
+    alone = lock_of(registered, key, wait=10)
+
+    def read() -> None:
+        with inner:
+            inside.set()
+            assert eventually(lambda: not grantable(replace(shared, wait=0)), SOON)
+            with shared:
+                pass
+
+    inside = threading.Event()
+    with shared:
+        reading = Later(read)
+        assert inside.wait(SOON)
+        writing = Later(alone.acquire)
+        inner.acquire().release()
+        with pytest.raises(LockNotAcquired, match="waits for a caller that waits to share it"):
+            writing.result()
+    reading.result()
+
+
 def test_tasks_of_one_transaction_go_on_with_the_lease(registered: Registered, key: str) -> None:
     """One that waits gets the key when the block of the other is left, not when they all end."""
     lock = lock_of(registered, key, ttl=20, wait=None)

@@ -20,7 +20,7 @@ def test_wait_that_ends_while_it_is_looked_at_is_in_nobodys_way() -> None:
 
     for number in range(3):
         name = "memory", f"key-{number}"
-        waits._all.add(Ending(name=name, home=0, inside=(), until=math.inf, ring=int))
+        waits._all.add(Ending(name=name, home=0, inside={}, until=math.inf, ring=int))
     waits.deferred(("memory", "key"))
     assert not waits._all
 
@@ -36,7 +36,7 @@ def test_each_wait_is_looked_at_once() -> None:
             return super().is_for(other)
 
     def begin(step: int, home: int, *more: int) -> Wait:
-        inside = tuple(("memory", f"key-{each}") for each in (step, *more))
+        inside = {("memory", f"key-{each}"): True for each in (step, *more)}
         name = "memory", f"key-{step + 1}"
         wait = Counted(name=name, home=home, inside=inside, until=home, ring=int)
         waits.begin(wait)
