@@ -315,19 +315,21 @@ class _Plan:
         """Return the wrapper that is called in place of a function."""
         body = whole(function)
         template = KeyTemplate.for_function(self.lock.key, body)
+        # Its keys are filled: what looks like a field in them is text.
+        plan = replace(self, lock=replace(self.lock, _filled=True))
         if inspect.iscoroutinefunction(body):
 
             @functools.wraps(body)
             async def wrapper(*args: Any, **kwargs: Any) -> Any:
                 call = functools.partial(body, *args, **kwargs)
-                return await self.get(_Awaits(self), template.render(args, kwargs), call)
+                return await plan.get(_Awaits(plan), template.render(args, kwargs), call)
 
         else:
 
             @functools.wraps(body)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
                 call = functools.partial(body, *args, **kwargs)
-                return _Calls.done(self.get(_Calls(), template.render(args, kwargs), call))
+                return _Calls.done(plan.get(_Calls(), template.render(args, kwargs), call))
 
         shown = f"{OWN_MARKER}flight:{self.lock.key}@{self.cache}"
         declared[wrapper] = (Declaration(Kind.FUNCTION, shown, self.lock, self.on_conflict),)

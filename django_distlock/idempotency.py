@@ -150,7 +150,7 @@ def _class_of(view: Any) -> type | None:
     return getattr(view, "view_class", None) if instance is None else type(instance)
 
 
-def _request_of(view: View, *args: Any, **kwargs: Any) -> Any:
+def _request_of(view: View, /, *args: Any, **kwargs: Any) -> Any:
     # The first argument of a method is its object.
     found = (each for each in (*args[:2], kwargs.get("request")) if hasattr(each, "META"))
     if (request := next(found, None)) is None:

@@ -311,7 +311,7 @@ class _Locked:
         self._not_atomic = marks if isinstance(marks, _Every) else set(marks)
         view._non_atomic_requests = _Every(self._not_atomic)
 
-    def run(self, view: View, *args: Any, **kwargs: Any) -> Any:
+    def run(self, view: View, /, *args: Any, **kwargs: Any) -> Any:
         """Answer a request."""
         request = self._request_of(view, *args, **kwargs)
         lock = self._lock_of(request, args, kwargs)
@@ -321,7 +321,7 @@ class _Locked:
             partial(self._answer, request),
         )
 
-    async def arun(self, view: View, *args: Any, **kwargs: Any) -> Any:
+    async def arun(self, view: View, /, *args: Any, **kwargs: Any) -> Any:
         """Answer a request, with awaits."""
         request = self._request_of(view, *args, **kwargs)
         lock = await _called(self._lock_of, request, args, kwargs)
@@ -349,7 +349,7 @@ class _Locked:
         made.headers.setdefault("Cache-Control", "no-store")
         return made
 
-    def _request_of(self, view: View, *args: Any, **kwargs: Any) -> HttpRequest:
+    def _request_of(self, view: View, /, *args: Any, **kwargs: Any) -> HttpRequest:
         request: Any = kwargs.get("request")
         if len(args) > self._place:
             request = args[self._place]
@@ -378,7 +378,7 @@ class _Locked:
             metadata = {REQUEST: line[: self._room], **metadata}
         return for_call(self.lock, key, values, named, metadata=metadata)
 
-    def _atomic(self, view: View, *args: Any, **kwargs: Any) -> Any:
+    def _atomic(self, view: View, /, *args: Any, **kwargs: Any) -> Any:
         """Call a view in the transactions that Django would have begun around it."""
         with ExitStack() as stack:
             for alias in connections:

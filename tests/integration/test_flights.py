@@ -162,6 +162,18 @@ def test_others_of_the_process_wait_for_one(fly: Callable[..., Any], key: str) -
     assert len({id(each) for each in values}) == 21
 
 
+def test_key_that_was_filled_has_no_field(key: str) -> None:
+    """It may have text that looks like one. A key that nothing fills warns."""
+
+    @single_flight(f"{key}:{{text}}", timeout=60, backend="memory")
+    def named(text: str) -> str:
+        return text
+
+    assert named("Hello-{user}") == "Hello-{user}"
+    with pytest.warns(RuntimeWarning, match="filled only where"):
+        single_flight(f"{key}:{{user}}", lambda: 1, timeout=60, backend="memory")
+
+
 def test_value_comes_from_the_cache(fly: Callable[..., Any], key: str) -> None:
     """As others put it there, and until somebody takes it away."""
     caches["default"].set(key, "theirs")

@@ -104,6 +104,16 @@ def told(response: Any) -> tuple[int, Any]:
 # Once
 
 
+def test_parameter_of_the_view_may_be_called_view() -> None:
+    """It is the project's, and no argument of ours."""
+
+    @idempotent()
+    def paying(request: HttpRequest, view: str) -> HttpResponse:
+        return pay(request, view)
+
+    assert paying(request(), view="x").status_code == 201
+
+
 def test_later_request_gets_the_stored_response() -> None:
     """Status, headers and body; the view does not run again."""
     view = idempotent()(pay)

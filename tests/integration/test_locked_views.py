@@ -233,6 +233,29 @@ def test_view_runs_under_its_lock(view: str, key: str) -> None:
     assert Later(distlock(f"view:{key}").locked).result() is False
 
 
+def test_parameter_may_have_any_name(key: str) -> None:
+    """Also one that the package's own functions have."""
+
+    class Page(LockedViewMixin, View):
+        lock_key = "view:{view}"
+
+        def get(self, request: HttpRequest, view: str) -> HttpResponse:
+            return said()
+
+    @locked_view("view:{view}")
+    def page(request: HttpRequest, view: str) -> HttpResponse:
+        return said()
+
+    @locked_view("view:{view}")
+    async def awaited(request: HttpRequest, view: str) -> HttpResponse:
+        return said()
+
+    request = RequestFactory().get("/")
+    calls: list[Any] = [page, Page.as_view(), async_to_sync(awaited)]
+    for call in calls:
+        assert call(request, view=key).content[:9] == b"held=True"
+
+
 @pytest.mark.parametrize("view", ["kept", "async-kept", "kept-class", "async-kept-class"])
 def test_request_is_kept_beside_the_holder(view: str, key: str) -> None:
     """Method and path, for operators: without the query, and beside what the view adds itself."""
