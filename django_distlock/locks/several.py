@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -91,12 +91,29 @@ class Leases(Mapping[str, Lease]):
         for each in self.values():
             each.extend(ttl)
 
+    async def aextend(self, ttl: Duration | None = None) -> None:
+        """See `extend`."""
+        for each in self.values():
+            await each.aextend(ttl)
+
     def release(self, *, strict: bool = False) -> bool:
         """Release all keys, the last one first, even after an error; see `Lease.release`."""
         released: list[bool] = []
         with ExitStack() as stack:
             for each in self.values():
                 stack.callback(lambda lease: released.append(lease.release(strict=strict)), each)
+        return all(released)
+
+    async def arelease(self, *, strict: bool = False) -> bool:
+        """See `release`."""
+        released: list[bool] = []
+
+        async def release(lease: Lease) -> None:
+            released.append(await lease.arelease(strict=strict))
+
+        async with AsyncExitStack() as stack:
+            for each in self.values():
+                stack.push_async_callback(release, each)
         return all(released)
 
 
@@ -139,6 +156,20 @@ class LockSet:
         with ExitStack() as stack:
             stack.callback(give_back)
             leases = self._granted(taken, lambda lock: lock.acquire(heartbeat=heartbeat))
+            stack.pop_all()
+        return leases
+
+    async def aacquire(self, *, heartbeat: bool = False) -> Leases:
+        """See `acquire`."""
+        taken: list[Lease] = []
+
+        async def give_back() -> None:
+            if taken:
+                await Leases(taken).arelease()
+
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(give_back)
+            leases = await self._agranted(taken, lambda lock: lock.aacquire(heartbeat=heartbeat))
             stack.pop_all()
         return leases
 
@@ -203,15 +234,19 @@ class LockSet:
     @asynccontextmanager
     async def _aentered(self) -> AsyncIterator[Leases]:
         async with AsyncExitStack() as stack:
-            taken: list[Lease] = []
-            async with self._opening(taken) as opening:
-                if opening.asks:
-                    await opening.backend.threads.run(opening.ask)
-                for lock in self._in_turn(opening):
-                    taken.append(await stack.enter_async_context(lock))
-                    _require_all(taken)
-                opening.complete()
-            yield Leases(taken)
+            yield await self._agranted([], stack.enter_async_context)
+
+    async def _agranted(
+        self, taken: list[Lease], take: Callable[[Lock], Awaitable[Lease]]
+    ) -> Leases:
+        async with self._opening(taken) as opening:
+            if opening.asks:
+                await opening.backend.threads.run(opening.ask)
+            for lock in self._in_turn(opening):
+                taken.append(await take(lock))
+                _require_all(taken)
+            opening.complete()
+        return Leases(taken)
 
     def _opening(self, taken: list[Lease]) -> Opening:
         store, wait = lock_backends[self._locks[0].backend], self._locks[0].wait

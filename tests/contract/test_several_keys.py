@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from django_distlock import (
     LockUsageError,
     current_lease,
     distlock_all,
+    lock_backends,
 )
 from django_distlock.locks.several import LockSet
 from tests.backends import Registered
@@ -86,6 +88,28 @@ def test_all_or_none(registered: Registered, key: str) -> None:
             assert free(registered, *keys) == [keys[0], keys[2]]
     with locks:
         pass
+
+
+async def test_twins_without_a_block(registered: Registered, key: str) -> None:
+    """They are awaited. One that is cancelled while it waits leaves nothing held."""
+    one, two = f"{key}-1", f"{key}-2"
+    leases = await distlock_all(one, two, backend=registered.alias, ttl=20).aacquire()
+    before = leases[two].deadline
+    await leases.aextend(40)
+    assert leases[two].deadline > before + 15 or before == math.inf
+    assert await asyncio.to_thread(free, registered, one, two) == []
+    assert await leases.arelease()
+    assert not await leases.arelease()
+    async with lock_of(registered, two):
+        waiting = asyncio.create_task(
+            distlock_all(one, two, backend=registered.alias, wait=20).aacquire()
+        )
+        queues = lock_backends[registered.alias].queues
+        assert await asyncio.to_thread(eventually, lambda: queues.name_of(two) in queues)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await asyncio.to_thread(free, registered, one, two) == [one]
 
 
 async def entered(locks: Any) -> None:
