@@ -147,9 +147,7 @@ def _wanted(config: pytest.Config) -> Tier:
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return how many workers `-n auto` starts: tests wait more than they compute."""
-    # With four of them for each processor, the longer tiers would keep it busy all the time.
-    per_processor = 4 if _wanted(config) == "quick" else 3
-    return min(12, per_processor * (os.cpu_count() or 1))
+    return min(12, 4 * (os.cpu_count() or 1))
 
 
 @pytest.hookimpl(optionalhook=True)
