@@ -84,7 +84,8 @@ class OperatorCommand(ReadingCommand):
                 )
             if lost := event_log.dropped() - dropped:
                 self.stderr.write(
-                    f"{lost} lock events of this command were dropped: their database is slow."
+                    f"{lost} lock events of this command were dropped: their database is slow, or"
+                    " refuses them."
                 )
         if isinstance(self.stdout, Printer) and self.stdout.failure is not None:
             raise CommandError(f"Done, but not all could be printed: {self.stdout.failure}")

@@ -91,7 +91,7 @@ def finish(seconds: float = MAX_BOUND) -> bool:
 
 
 def dropped() -> int:
-    """Return how many events this process has dropped because too many were waiting."""
+    """Return how many events were dropped: too many waited, or their database refused them."""
     return _writer.dropped
 
 
@@ -335,9 +335,11 @@ class _Writer:
             finally:
                 close_here()
         except Exception as error:  # noqa: BLE001
+            self.dropped += 0 if isinstance(error, ImproperlyConfigured) else len(events)
             self.tell(using, error)
         else:
             self._told = False
+            self.dropped += len(refused)
             for each in refused:
                 self.tell(using, each)
 

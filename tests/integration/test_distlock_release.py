@@ -18,7 +18,7 @@ from unittest.mock import Mock, patch
 import pytest
 from django.conf import settings
 from django.core.management import CommandError, call_command
-from django.db import connections
+from django.db import OperationalError, connections
 from django.test import override_settings
 
 from django_distlock import lock_backends
@@ -195,6 +195,18 @@ def test_command_says_how_many_events_were_dropped(
     lost = 20 - LockEvent.objects.filter(key__startswith=f"{key}:").count()
     assert lost > 0
     assert f"{lost} lock events of this command were dropped" in ran.err
+
+
+def test_command_says_that_its_event_was_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database of the events is down, and that of the locks is not."""
+    hold("postgres", key)
+    away = OperationalError("It is away.")
+    monkeypatch.setattr(event_log, "_refused", Mock(side_effect=away))
+    ran = run("distlock_release", key, OF, *FORCED)
+    assert ran.status == 0
+    assert "1 lock events of this command were dropped" in ran.err
 
 
 def test_json_tells_what_became_of_each(grants: list[Grant], key: str) -> None:
