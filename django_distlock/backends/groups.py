@@ -221,7 +221,7 @@ class Waiters(_Group):
         self._backend.queues.ring(name)
 
     def of(self, key: str) -> Sequence[Waiting]:
-        """Return the waiters of a key, the first to come first."""
+        """Return the waiters of a key, the first to come first, at most `MOST_SHOWN`."""
         return self._backend._waiters(self._name(key))
 
     def count(self, keys: Sequence[str]) -> Sequence[Waits]:

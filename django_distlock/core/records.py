@@ -574,6 +574,10 @@ class Waiting:
         return self.holder.is_queued
 
 
+#: How many waiters of a key are shown at most; all of them are counted.
+MOST_SHOWN: Final = 1000
+
+
 @dataclass(frozen=True, slots=True)
 class Waits:
     """How many wait for a key.

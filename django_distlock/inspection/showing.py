@@ -20,7 +20,7 @@ from ..core.documents import Document, by_name, plain
 from ..core.errors import InvalidArgument, LockError, LockUsageError, shown
 from ..core.keys import Key, normalize_key, stored_key
 from ..core.logs import log_fields
-from ..core.records import Counter, Holder, Record, Session, Waiting, Waits
+from ..core.records import Counter, Holder, Record, Session, Waiting
 from ..handler import lock_backends
 from .held import HeldKey, hashed, token_hash
 from .history import RELEASED, rare_kinds
@@ -58,7 +58,8 @@ class KeyView:
         expired: The lease that expired without a release; None: there is none, or the store has
             removed its record.
         counter: Its fence, and its pause; None: never granted, and not paused; see `knows_fence`.
-        waiters: Those who have waited for more than a second, the first to come first.
+        waiters: Those who have waited for more than a second, the first to come first; at most
+            1000.
         guards: The sessions that keep the key from being granted; None: the store cannot tell.
         events: The latest events of the key, the last first; None: the table of events cannot be
             read from here.
@@ -157,7 +158,7 @@ def show_present(key: str, backend: str = "default") -> KeyView:
         backend=store.alias,
         key=key,
         key_hash=hashed(key),
-        held=held and replace(held, waits=Waits.of(waiters)),
+        held=held and replace(held, waits=store.waiters.count([key])[0]),
         sharing=tuple(HeldKey.of(store, each, now) for each in sharing),
         expired=over[0] if over else None,
         counter=_counter(store, key),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from django.db import models
 
 from ..core.durations import MAX_BOUND
-from ..core.records import Holder, Waiting, Waits
+from ..core.records import MOST_SHOWN, Holder, Waiting, Waits
 from .rows import StoreManager, remove
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ class WaiterManager(StoreManager["Waiter"]):
             self.filter(pk=pk, storage_key=name).delete()
 
     def waiting(self, name: str) -> list[Waiting]:
-        """Return the waiters of a key, the first to come first."""
+        """Return the first waiters of a key in the order in which they came."""
         with self._store.short_transaction(MAX_BOUND, writes=False):
             rows = self.filter(storage_key=name, until__gt=self._store.now())
-            return [row.as_waiting() for row in rows.order_by("since", "pk")]
+            return [row.as_waiting() for row in rows.order_by("since", "pk")[:MOST_SHOWN]]
 
     def numbers(self, names: Sequence[str]) -> dict[str, Waits]:
         """Return how many wait for each of these keys, if any do."""

@@ -197,9 +197,7 @@ def test_command_says_how_many_events_were_dropped(
     assert f"{lost} lock events of this command were dropped" in ran.err
 
 
-def test_command_says_that_its_event_was_refused(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_says_that_its_event_was_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The database of the events is down, and that of the locks is not."""
     hold("postgres", key)
     away = OperationalError("It is away.")

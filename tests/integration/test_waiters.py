@@ -9,16 +9,19 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from django.db import transaction
 
-from django_distlock import LockUsageError
+from django_distlock import LockUsageError, distlock
+from django_distlock.backends import redis
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.core.durations import MAX_BOUND
 from django_distlock.core.records import Holder, Waiting, Waits
 from django_distlock.handler import lock_backends
+from django_distlock.inspection.showing import show_present
+from django_distlock.managers import waiter
 from django_distlock.models import Waiter
 from tests.backends import BACKENDS, Registered
 from tests.contract.aliases import counted_alias, locks_on, sessions
-from tests.contract.helpers import Later, prompt, take
-from tests.contract.locking import eventually
+from tests.contract.helpers import Later, prompt, take, there
+from tests.contract.locking import eventually, held_elsewhere
 from tests.processes import spawn
 
 from .databases import ask, here
@@ -248,10 +251,26 @@ def test_notes_leave_no_session_behind(key: str) -> None:
 def test_tasks_in_their_queue_are_told_apart(alias: str, key: str) -> None:
     """On every store, in one question about many keys, as one by one."""
     store = lock_backends[alias]
-    here = Holder(host="a", pid=7, task_id="5f6d")
+    here = Holder(host='"pid": 0', pid=7, task_id="5f6d", metadata={"pid": 0, "task_id": "x"})
     for holder in (here, here.as_queued(), replace(here, task_id="6f6d").as_queued()):
         assert store.waiters.note(key, holder, 60) is not None
     assert store.waiters.note(f"{key}-b", Holder(host="a"), 60) is not None
     counted = store.waiters.count([key, f"{key}-b", f"{key}-c"])
     assert list(counted) == [Waits(1, 2), Waits(1, 0), Waits()]
     assert [each.is_retrying for each in store.waiters.of(key)].count(True) == 2
+
+
+@pytest.mark.parametrize("alias", ["postgres", "mariadb", "sqlite", "redis", "redis_cluster"])
+def test_all_are_counted_and_the_first_are_shown(
+    alias: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crowd neither fills a page nor hides behind its length."""
+    for module in (redis, waiter):
+        monkeypatch.setattr(module, "MOST_SHOWN", 2)
+    store = lock_backends[alias]
+    for number in range(5):
+        store.waiters.note(key, Holder(host=f"h-{number}"), 60)
+    assert len(store.waiters.of(key)) == 2
+    with held_elsewhere(distlock(key, backend=alias, ttl=60)):
+        view = show_present(key, alias)
+    assert (len(view.waiters), there(there(view.held).waits).total) == (2, 5)

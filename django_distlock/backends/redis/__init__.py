@@ -20,6 +20,7 @@ from ...core.keys import key_hash, whole_name
 from ...core.logs import log_fields
 from ...core.records import (
     FENCE_MAX,
+    MOST_SHOWN,
     SPOILED,
     UNKNOWN,
     Attempt,
@@ -66,8 +67,6 @@ from .store import RedisStore, escaped, text
 _ANY_TAG: Final = "{" + "?" * 22 + "}:"
 _GRACE: Final = repr(GRACE)
 _FENCE_MAX: Final = str(FENCE_MAX)
-#: How many waiters of a key are shown at most.
-_SHOWN: Final = 1000
 
 logger = logging.getLogger("django_distlock")
 
@@ -385,14 +384,13 @@ class RedisBackend(BaseLockBackend):
         self.store.ask(Call(script("drop_waiter"), keys, (note,), [self._listing]))
 
     def _waiters(self, name: str) -> Sequence[Waiting]:
-        return waiting(self.store.ask(self._waiters_of(name)))
+        keys = [self._at("waiters", name)]
+        return waiting(self.store.ask(Call(script("waiters"), keys, (str(MOST_SHOWN),))))
 
     def _count_waiters(self, names: Sequence[str]) -> Sequence[Waits]:
-        answers = self.store.ask_all([self._waiters_of(name) for name in names])
-        return [Waits.of(waiting(answered(answer))) for answer in answers]
-
-    def _waiters_of(self, name: str) -> Call:
-        return Call(script("waiters"), [self._at("waiters", name)], (str(_SHOWN),))
+        counting = script("count_waiters")
+        calls = [Call(counting, [self._at("waiters", name)], ()) for name in names]
+        return [Waits(*map(int, answered(each).split())) for each in self.store.ask_all(calls)]
 
     # Counts, fences and forks
 
