@@ -396,7 +396,7 @@ def test_answer_that_does_not_come_is_unknown(key: str) -> None:
         assert backend.release(grants[1]) is False
 
 
-@pytest.mark.parametrize("operation", ["acquire", "release"])
+@pytest.mark.parametrize("operation", ["acquire", "release", "release behind an extend"])
 def test_server_that_hangs_is_unavailable(
     key: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,10 +409,14 @@ def test_server_that_hangs_is_unavailable(
             backend.release(grant)
             call = partial(backend.acquire, key, new_token(), 30)
         way.hang()
+        if "extend" in operation:
+            assert backend.extend(grant) is UNKNOWN
         with pytest.raises(BackendUnavailable) as caught:
             call()
         assert caught.value.code == "network_timeout"
         way.flow()
+        # Its session is not used for another key.
+        take(backend, f"{key}-next")
         with advisory() as elsewhere:
             assert eventually(lambda: elsewhere.read(key) is None, timeout=10)
             assert take(elsewhere, key).fence > grant.fence

@@ -268,6 +268,10 @@ class AdvisoryBackend(SessionViews, BaseLockBackend):
         try:
             session.catch_up(durations.end(MAX_BOUND))
             return session.ask("distlock_release", holding.number)[0] == "t"
+        except NoAnswer:
+            # An earlier question may be unanswered, too. The key is free at the session's end.
+            session.close()
+            raise
         except Error:
             # If the session had ended, it held nothing; if not, closing it frees the key.
             was_cut_off = session.closed
