@@ -370,14 +370,14 @@ class BaseLockBackend:
 
         Returns:
             The record that was removed, the last one if several shared the key; None: nobody held
-            it, or not with that fence; busy: a guarded transaction of the holder is open, and
-            nothing was changed.
+            it, or not with that fence; busy: a guarded transaction of a holder is open, whose lease
+            was left as it is.
         """
         key = stored_key(key)
         _seen(fence)
         seconds = _bound(bound)
         return self._of_each_holder(
-            key, None, lambda place: self._force_release(place, key, fence, bound=seconds)
+            key, None, fence, lambda place: self._force_release(place, key, fence, bound=seconds)
         )
 
     def request_stop(
@@ -413,7 +413,10 @@ class BaseLockBackend:
         if within is not None:
             self._require("supports_ttl", "shorten a lease: its leases do not expire")
         return self._of_each_holder(
-            key, token, lambda place: self._request_stop(place, within, token, fence, bound=seconds)
+            key,
+            token,
+            fence,
+            lambda place: self._request_stop(place, within, token, fence, bound=seconds),
         )
 
     def pause(
@@ -491,20 +494,26 @@ class BaseLockBackend:
         """
         return self._states(durations.seconds(soon, "soon"))
 
-    def _of_each_holder(self, key: str, token: str | None, operate: Callable[[str], T]) -> T | None:
-        """Operate on each holder of a key, or the one with a token; return the last answer."""
+    def _of_each_holder(
+        self, key: str, token: str | None, fence: int | None, operate: Callable[[str], T]
+    ) -> T | None:
+        """Operate on each holder of a key, or the one with a token or fence.
+
+        Return the last answer; or that it was busy, if a holder was left because of that.
+        """
         name = self._name(key)
         answer: T | None = operate(name)
         if answer is not None or not self.supports_sharing:
             return answer
-        places = (
-            [place_name(name, each.token) for each in self._sharing(name)]
-            if token is None
-            else [place_name(name, token)]
-        )
-        for place in places:
-            found = operate(place)
-            answer = answer if found is None else found
+        seen = [] if token is not None else self._sharing(name)
+        tokens = [each.token for each in seen if fence is None or each.fence == fence]
+        for each in tokens if token is None else [token]:
+            found = operate(place := place_name(name, each))
+            if isinstance(found, Contended):
+                # Another caller may have acquired the key at this moment.
+                found = operate(place)
+            if found is not None and not isinstance(answer, Contended):
+                answer = found
         return answer
 
     # Hooks that a backend defines: the first four, and optional ones

@@ -31,7 +31,7 @@ class Result(enum.StrEnum):
 
     `NOTHING`: there was nothing to change: the key was not held, or not with the expected fence,
     it was not paused, no record had expired. `BUSY`: a transaction is in the way, and nothing was
-    changed.
+    changed; of a key that several share, the lease of a holder was left.
     """
 
     DONE = "done"
@@ -116,7 +116,8 @@ def expire_soon(
     This requests a stop: the holder sees `stop_requested` at its next heartbeat, and loses its
     lease at the first heartbeat after that time. Nobody else is granted the key before the holder
     must have noticed: the key is free when the holder releases it, or when its last renewal has
-    expired (`outcome.held.free_at`). To free the key immediately, use `force_release`.
+    expired (`outcome.held.free_at`). A `min_hold` still counts from then on; shorten that, too. To
+    free the key immediately, use `force_release`.
 
     Args:
         within: Seconds, or a `timedelta`.
@@ -222,19 +223,21 @@ def _on_holder(
         # Each is recorded, even if the next one fails. Leases that cannot be shortened come last.
         fences = [each.fence for each in sorted(sharing, key=lambda each: each.expires_at is None)]
     done: Record | None = None
+    is_busy = False
     for each in fences:
         answer = act(store, each)
+        is_busy = is_busy or isinstance(answer, Contended)
         if isinstance(answer, Record):
             done = answer
             order.record(store, key, fence=done.fence, holder=done.holder, details=details)
     outcome = _nothing(order, store, key, _fence(store, key))
+    if is_busy:
+        sessions = _sessions(store, key)
+        return replace(outcome, result=Result.BUSY, held=_held(store, key, now), sessions=sessions)
     if done is not None:
         held = HeldKey.of(store, done, now)
         return replace(outcome, result=Result.DONE, held=held, fence_before=done.fence)
-    if answer is None:
-        return replace(outcome, held=None if seen is None else _held(store, key, now))
-    sessions = _sessions(store, key)
-    return replace(outcome, result=Result.BUSY, held=_held(store, key, now), sessions=sessions)
+    return replace(outcome, held=None if seen is None else _held(store, key, now))
 
 
 def _about_pause(

@@ -9,8 +9,8 @@ import pytest
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.errors import InvalidArgument
-from django_distlock.core.keys import new_token
-from django_distlock.core.records import FENCE_MAX, Counter, Grant, Holder, Record
+from django_distlock.core.keys import new_token, place_name
+from django_distlock.core.records import FENCE_MAX, Contended, Counter, Grant, Holder, Record
 
 from .helpers import HAS_TTL, contend, extend, finds, held, take
 from .stores import Elapse, Store
@@ -164,6 +164,36 @@ def test_force_release_takes_the_key_away(backend: BaseLockBackend, store: Store
         fence = store.fence(key)
         assert store.registered.is_next(fence, grant.fence)
     assert store.registered.is_next(take(backend, key).fence, fence)
+
+
+@pytest.mark.requires("supports_sharing")
+@pytest.mark.parametrize("times", [1, 2])
+def test_force_release_beside_a_transaction(
+    backend: BaseLockBackend, key: str, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Of several who share a key, it names the one who was left, or is tried once more."""
+    tokens = [new_token() for _ in range(3)]
+    grants = [backend.acquire(key, token, 60, permits=None) for token in tokens]
+    locked = iter([place_name(backend._name(key), tokens[1])] * times)
+    operate, place = backend._force_release, next(locked)
+
+    def busy(name: str, *asked: Any, **more: Any) -> Any:
+        nonlocal place
+        if name == place:
+            place = next(locked, "")
+            return Contended(busy=True)
+        return operate(name, *asked, **more)
+
+    def sharing() -> list[int]:
+        return sorted(each.fence for each in backend.records.sharing(key))
+
+    monkeypatch.setattr(backend, "_force_release", busy)
+    assert isinstance(backend.force_release(key, fence=grants[0].fence), Record)
+    assert sharing() == [each.fence for each in grants[1:]]
+    left = backend.force_release(key)
+    assert (sharing(), isinstance(left, Record)) == (
+        ([grants[1].fence], False) if times > 1 else ([], True)
+    )
 
 
 @HAS_TTL

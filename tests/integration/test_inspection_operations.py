@@ -22,7 +22,7 @@ from django_distlock import (
     distlock,
     lock_backends,
 )
-from django_distlock.core.records import Counter, Holder
+from django_distlock.core.records import Contended, Counter, Holder
 from django_distlock.inspection import (
     Operation,
     Result,
@@ -297,6 +297,25 @@ def test_key_is_shown_with_all_that_is_known(key: str, alias: str) -> None:
         force_release(key, backend=alias, fence=other.fence, **WHO)
         assert [each.fence for each in show(key, alias).sharing] == [one.fence]
         one.check()
+
+
+def test_holder_of_a_shared_key_who_is_left_is_told(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transaction is in the way of one of them; the events say who was released."""
+    store = lock_backends["postgres"]
+    fences = [take(store, key, 60, permits=9).fence for _ in range(3)]
+    release = store.force_release
+
+    def busy(key: str, *, fence: int | None = None) -> Any:
+        return Contended(busy=True) if fence == fences[1] else release(key, fence=fence)
+
+    monkeypatch.setattr(store, "force_release", busy)
+    outcome = force_release(key, backend="postgres", **WHO)
+    assert (outcome.result, there(outcome.held).fence) == (Result.BUSY, fences[1])
+    event_log.finish()
+    told = LockEvent.objects.filter(key=key).values_list("fence", flat=True)
+    assert {*told} == {fences[0], fences[2]}
 
 
 @pytest.mark.parametrize("alias", ["postgres", "redis"])
