@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Model, QuerySet
-from django.db.utils import DatabaseError, Error, InterfaceError
+from django.db.utils import DatabaseError, Error, IntegrityError, InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
 from ..conf import BackendConfig
@@ -210,8 +210,14 @@ class FenceTable:
             vendor, notes = vendors.of(on), RunNote.objects.db_manager(on)
             with vendor.short_transaction(MAX_BOUND):
                 values = {"fence": fence, "until": vendor.now() + timedelta(seconds=seconds)}
-                if not notes.filter(pk=pk).update(**values):
-                    notes.create(pk=pk, **values)
+                noted = notes.filter(pk=pk)
+                if noted.update(**values):
+                    return
+                try:
+                    with transaction.atomic(using=on):
+                        notes.create(pk=pk, **values)
+                except IntegrityError:  # Another process has made it meanwhile.
+                    noted.update(**values)
 
         pk = self._noted_as(name)
         self._connections.ask(write)
