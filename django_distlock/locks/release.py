@@ -39,6 +39,8 @@ class Release:
     _is_left: bool = False
     #: Whether a release after a transaction is in progress, or was interrupted.
     _is_ending: bool = False
+    #: Whether a request to release had no answer: the store may have carried it out.
+    _is_unheard: bool = False
 
     def by_call(self, *, strict: bool = False, defers: bool = True) -> bool:
         """Release, after the open transactions of this thread if `defers`: see `Lease.release`."""
@@ -247,9 +249,10 @@ class Release:
             answer = insist(holding.store, self._ask, until, holding.terms.retry)
             if answer is UNKNOWN and holding.monotonic() < holding.deadline:
                 return UNKNOWN
-            # If the lease is gone before its deadline, the store has carried out the release that
-            # was interrupted.
-            answer = answer or (self._is_left and not was_over)
+            # If the lease is gone before its deadline, the store has carried out a release that was
+            # interrupted, or had no answer.
+            is_unheard = self._is_unheard and holding.monotonic() < holding.deadline
+            answer = answer or (not was_over and (self._is_left or is_unheard))
             if not held_here.discard(holding):
                 return None
         except LockError as error:
@@ -284,13 +287,14 @@ class Release:
         holding = self.holding
         # True until there is an answer. An earlier attempt may still be without one.
         given_up, holding.given_up = holding.given_up, True
+        is_unheard, self._is_unheard = self._is_unheard, True
         try:
             answer = holding.store.release(holding.grant, holding.terms.hold or None, bound=bound)
         except LockUsageError:
             # Refused before anything was sent, such as a sync call in a coroutine.
-            holding.given_up = given_up
+            holding.given_up, self._is_unheard = given_up, is_unheard
             raise
-        holding.given_up = given_up
+        holding.given_up, self._is_unheard = given_up, is_unheard
         return answer
 
     def _deferred(self) -> bool:

@@ -15,6 +15,7 @@ from asgiref.sync import async_to_sync
 from django.db import connections, transaction
 
 from django_distlock import (
+    BackendUnavailable,
     Lease,
     Lock,
     LockUsageError,
@@ -53,6 +54,37 @@ def by_block(lock: Lock) -> Lease:
 
 
 USES = [by_block, by_hand, lambda lock: in_a_call(lock, lambda lease: lease)]
+
+
+def test_release_whose_answer_is_lost_is_no_loss(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next request hears that the lease is gone: the first one has released it.
+
+    Behind a commit it comes at once, and otherwise if `release` is called again.
+    """
+    backend, lost = lock_backends[registered.alias], [1]
+    release = backend._release
+
+    def unheard(*args: Any, **how: Any) -> Any:
+        answer = release(*args, **how)
+        if lost[0]:
+            lost[0] -= 1
+            raise BackendUnavailable("The answer is lost.", code="network_timeout")
+        return answer
+
+    lock = lock_of(registered, key, ttl=30)
+    with Heard(signals.lock_lost, key) as losses, Heard(signals.lock_released, key) as releases:
+        with transaction.atomic(), lock as lease:
+            monkeypatch.setattr(backend, "_release", unheard)
+        assert (lease.is_released, lease.is_lost) == (True, False)
+        assert releases.once["released"] is True
+        lease = lock.acquire()
+        lost[0] = 2
+        with pytest.raises(BackendUnavailable):
+            lease.release()
+        assert lease.release(strict=True)
+        assert losses.facts == []
 
 
 @pytest.fixture(params=USES, ids=["by_block", "by_hand", "by_decorator"])
