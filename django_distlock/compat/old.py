@@ -320,9 +320,6 @@ class _Session:
 class _Timer(TimerThread[_Session]):
     """Releases overdue locks, even if this process acquires no other lock."""
 
-    #: The clock of a wait may stop while the machine sleeps.
-    longest_wait = 1.0
-
     def __init__(self, end_overdue: Callable[[], None]):
         super().__init__("distlock-old-locks", attrgetter("until"), monotonic)
         self._end_overdue = end_overdue

@@ -101,8 +101,8 @@ class TimerThread(ABC, Generic[T]):
 
     #: Seconds that the thread lives on without leases, because leases come and go quickly.
     linger = 10.0
-    #: The longest wait, in seconds.
-    longest_wait = 10.0
+    #: The longest wait, in seconds: the clock of a wait may stop while the machine is suspended.
+    longest_wait = 1.0
 
     def __init__(self, name: str, due: Callable[[T], float], clock: Callable[[], float]):
         self._name = name

@@ -237,9 +237,6 @@ def _due(lease: Watched) -> float:
 class Alarms(TimerThread[Watched]):
     """Calls `alarm` of each lease when something is due."""
 
-    #: The clock after a timeout may stop while the machine is suspended.
-    longest_wait = 1.0
-
     def __init__(self) -> None:
         super().__init__("distlock-alarms", _due, monotonic)
 

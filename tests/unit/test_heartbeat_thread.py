@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import time
 import weakref
@@ -267,6 +268,19 @@ def test_sooner_lease_is_not_kept_waiting(
     assert eventually(lambda: bool(soon.answers))
     assert late.answers == []
     heartbeat.discard(late)
+
+
+def test_lease_that_became_due_in_a_suspend_is_not_kept_waiting(
+    memory: Memory, heartbeat: Heartbeat
+) -> None:
+    """The clock of the thread's wait stands still then, and that of the leases does not."""
+    leased = Leased(memory)
+    leased.renewing.due_at, leased.renewing.interval = monotonic() + 50, 60
+    heartbeat.add(leased)
+    assert eventually(lambda: heartbeat._looks_at < math.inf)
+    leased.renewing.due_at = monotonic()
+    assert eventually(lambda: bool(leased.answers), 5)
+    heartbeat.discard(leased)
 
 
 def test_backend_that_nobody_uses_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
