@@ -169,6 +169,8 @@ def leave(
     if left is not None:
         if left.inner:
             left.release.end_inner_block(exc, raises=lock.on_lost == "raise")
+        elif left.release is not None and _is_elsewhere(left, foreign):
+            left.release.end_left_block(left.home)
         elif left.release is not None:
             left.release.end_block(exc, raises=lock.on_lost == "raise")
         left.close()
@@ -202,11 +204,21 @@ async def _end_awaited(
     if left is not None:
         if left.inner:
             left.release.end_inner_block(exc, raises=raises)
+        elif left.release is not None and _is_elsewhere(left, foreign):
+            await left.release.holding.store.threads.run(left.release.end_left_block, left.home)
         elif left.release is not None:
             await left.release.aend_block(exc, raises=raises)
         left.close()
     if foreign is not None:
         _raise_behind(foreign, exc)
+
+
+def _is_elsewhere(left: Block, foreign: LockUsageError | None) -> bool:
+    """Whether a block is left in another thread, such as a generator's that is closed there.
+
+    The transactions that keep its key are those of its own thread.
+    """
+    return foreign is not None and left.home not in (0, deferred_release.home())
 
 
 def _raise_behind(error: LockUsageError, body: BaseException | None) -> None:

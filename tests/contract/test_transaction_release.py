@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,6 +54,23 @@ def by_block(lock: Lock) -> Lease:
 
 
 USES = [by_block, by_hand, lambda lock: in_a_call(lock, lambda lease: lease)]
+
+
+def test_block_that_is_left_in_another_thread(registered: Registered, key: str) -> None:
+    """As of a generator that is closed there: its own transactions keep the key until they end."""
+    lock = lock_of(registered, key, ttl=30)
+
+    def rows() -> Iterator[Lease]:
+        with lock as lease:
+            yield lease
+
+    for around in (transaction.atomic, rolled_back):
+        with around():
+            generator: Any = rows()
+            next(generator)
+            Later(generator.close).result()
+            assert taken(lock)
+        assert eventually(lambda: not taken(lock))
 
 
 def test_release_whose_answer_is_lost_is_no_loss(
