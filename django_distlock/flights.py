@@ -210,6 +210,10 @@ _computed_for: Final[ContextVar[tuple[ref[_Flight], ...]]] = ContextVar(
 )
 
 
+class _Stopped(Exception):
+    """A `StopIteration` of the project's function: Python lets no coroutine raise one."""
+
+
 class _Calls:
     """Runs the steps of a flight with plain calls: none of them waits for an event loop."""
 
@@ -217,7 +221,10 @@ class _Calls:
         return step(*arguments)
 
     async def call(self, compute: Callable[[], Any]) -> Any:
-        return whole(compute, awaits=False)()
+        try:
+            return whole(compute, awaits=False)()
+        except StopIteration as error:
+            raise _Stopped(error) from error
 
     async def wait(self, flight: _Flight, patience: float) -> None:
         flight.landed.wait(patience)
@@ -234,7 +241,11 @@ class _Calls:
             steps.send(None)
         except StopIteration as end:
             return cast("R", end.value)
-        raise AssertionError  # No step waits for an event loop.
+        except _Stopped as stopped:
+            error: StopIteration = stopped.args[0]
+        else:
+            raise AssertionError  # No step waits for an event loop.
+        raise error
 
 
 class _Awaits:

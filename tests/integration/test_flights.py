@@ -162,6 +162,15 @@ def test_others_of_the_process_wait_for_one(fly: Callable[..., Any], key: str) -
     assert len({id(each) for each in values}) == 21
 
 
+def test_end_of_an_iterator_is_an_error_like_others(key: str) -> None:
+    """It reaches the caller, and those who wait for it."""
+    work = Work(StopIteration("over"))
+    for each in work.shared(lambda: single_flight(key, work, timeout=60, backend="memory"), 2):
+        with pytest.raises(StopIteration, match="over"):
+            each.result()
+    assert work.runs == 1
+
+
 def test_key_that_was_filled_has_no_field(key: str) -> None:
     """It may have text that looks like one. A key that nothing fills warns."""
 
