@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import atexit
 import functools
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from multiprocessing.util import Finalize, register_after_fork
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from types import CodeType, FrameType
+from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
@@ -144,6 +146,34 @@ every: dict[Block, Callable[[], object]] = {}
 #: The attempts of blocks that were interrupted while they acquired their key.
 _giving_up: dict[Block, list[Any]] = {}
 _opening = threading.local()
+#: The most frames between a `with` statement and the code that opens its block.
+_DEPTH: Final = 8
+
+#: A frame by its number and code, and a step in it.
+_Place: TypeAlias = tuple[int, CodeType, int]
+
+
+def _place() -> _Place:
+    """Return where a method of the caller's is looked up."""
+    frame = sys._getframe(2)
+    return id(frame), frame.f_code, frame.f_lasti
+
+
+def _was_called_from(place: _Place) -> bool:
+    """Whether the caller was called from a frame, at a step or behind it.
+
+    Who only keeps `__exit__`, as `ExitStack.push()` does, enters nothing there.
+    """
+    number, code, step = place
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_DEPTH):
+        if frame is None:
+            return False
+        # The number of a frame may come again, and then its code is another one, or at its begin.
+        if id(frame) == number and frame.f_code is code:
+            return frame.f_lasti >= step
+        frame = frame.f_back
+    return False
 
 
 class _Exit:
@@ -164,7 +194,8 @@ class Leaving(_Exit):
     """
 
     def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
-        block = _opening.block = Block(owner)
+        block = Block(owner)
+        _opening.block = block, _place()
         if owner is None:
             sentinel = functools.partial(self._leave_by_class, block)
         else:
@@ -180,8 +211,9 @@ class Leaving(_Exit):
 
 def opened(owner: object) -> Block:
     """Return the block that `owner` enters: the one of the `with` statement, or a new one."""
-    block: Block | None = getattr(_opening, "block", None)
+    pending: tuple[Block, _Place] | None = getattr(_opening, "block", None)
     _opening.block = None
+    block = pending[0] if pending is not None and _was_called_from(pending[1]) else None
     if (
         block is None
         or block.name is not None
@@ -215,16 +247,18 @@ class Keeping(_Exit):
 
     def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
         entered = Entered()
-        _opening.entered = owner, weakref.ref(entered)
+        _opening.entered = owner, weakref.ref(entered), _place()
         return functools.partial(self._leave, entered, *(() if owner is None else (owner,)))
 
 
 def entered_by(owner: object) -> Entered | None:
     """Return the `Entered` of the `with` statement that enters `owner`; None: it was a call."""
-    whose, reference = getattr(_opening, "entered", (None, lambda: None))
-    _opening.entered = None, lambda: None
-    entered: Entered | None = reference()
-    return entered if whose is None or whose is owner else None
+    pending = getattr(_opening, "entered", None)
+    _opening.entered = None
+    if pending is None or not _was_called_from(pending[2]):
+        return None
+    entered: Entered | None = pending[1]()
+    return entered if pending[0] is None or pending[0] is owner else None
 
 
 # The blocks around the running code

@@ -6,14 +6,24 @@ import asyncio
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import pytest
 
-from django_distlock import Lease, Lock, LockError, LockNotAcquired, current_lease
+from django_distlock import (
+    Lease,
+    Lock,
+    LockError,
+    LockNotAcquired,
+    current_lease,
+    distlock_all,
+    lock_backends,
+)
 from tests.backends import Registered
 
 from .conftest import Hold
-from .locking import grantable, held_elsewhere, in_a_block, lock_of, taken
+from .locking import eventually, grantable, held_elsewhere, in_a_block, lock_of, taken
 
 
 def test_block_runs_while_nobody_else_can_have_the_key(lock: Lock, hold: Hold) -> None:
@@ -151,3 +161,63 @@ def test_many_blocks_around_are_not_asked_whether_they_are_held(
             stack.enter_context(lock_of(registered, f"{key}-{number}"))
         assert asked < 50
         assert current_lease(f"{key}-0")
+
+
+@pytest.mark.aliases("memory")
+@pytest.mark.parametrize("kind", ["lock", "set"])
+def test_exit_that_was_only_looked_up_is_no_block(
+    registered: Registered, key: str, kind: str
+) -> None:
+    """`ExitStack.push()` keeps it for what was entered before, and not for what comes next."""
+
+    def made(name: str) -> Any:
+        if kind == "set":
+            return distlock_all(f"{key}:{name}", backend=registered.alias)
+        return lock_of(registered, f"{key}:{name}")
+
+    first, second = made("first"), made("second")
+    for closes in (True, False):
+        stack = ExitStack()
+        one = first.__enter__()
+        stack.push(first)
+        other = second.__enter__()
+        if closes:
+            stack.close()
+        else:
+            stack.pop_all().pop_all()
+        del stack
+        assert (one.held, other.held) == (not closes, True)
+        second.__exit__(None, None, None)
+        if one.held:
+            first.__exit__(None, None, None)
+        assert not one.held
+        assert not other.held
+
+
+@pytest.mark.aliases("memory")
+async def test_exit_that_a_wrapper_keeps_is_that_of_its_own_task(
+    registered: Registered, key: str
+) -> None:
+    """Several tasks enter one lock by such wrappers, and each leaves what it has entered."""
+    lock, queues = lock_of(registered, key, ttl=2, wait=20), lock_backends["memory"].queues
+
+    class Guard:
+        async def __aenter__(self) -> Lease:
+            lease = await lock.__aenter__()
+            self._exit = lock.__aexit__
+            return lease
+
+        async def __aexit__(self, *end: Any) -> None:
+            await self._exit(*end)
+
+    async def work(happens: Callable[[Lease, float], bool]) -> bool:
+        async with Guard() as lease:
+            entered.set()
+            done = partial(happens, lease, lease.deadline)
+            return await asyncio.to_thread(eventually, done, 10)
+
+    entered = asyncio.Event()
+    first = asyncio.create_task(work(lambda lease, until: queues.name_of(key) in queues))
+    await entered.wait()
+    assert await work(lambda lease, until: lease.deadline > until)
+    assert await first
