@@ -581,6 +581,9 @@ def test_many_cycles_leave_nothing_behind(registered: Registered, key: str) -> N
         with lock as lease:
             lease.on_lost(print)
     more = {each.name for each in threading.enumerate()} - threads
+    # What another test has left is released by a thread of its own backend.
+    releases = "distlock-releases-"
+    more -= {each for each in more if each.startswith(releases)} - {releases + registered.alias}
     assert not [name for name in more if name.startswith("distlock")], more
     kept = [each for each in alarms.all() if getattr(each, "key", "") == key]
     assert kept == []
