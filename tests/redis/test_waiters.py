@@ -85,7 +85,7 @@ def test_dropped_waiter_leaves_nothing(
     notes[0] = note(backend, key, "a", 600, notes[0])
     assert shown(backend, key) == ["a", "b", "c"]
     with monkeypatch.context() as few:
-        few.setattr("django_distlock.backends.redis._SHOWN", 2)
+        few.setattr("django_distlock.backends.redis.MOST_SHOWN", 2)
         assert len(shown(backend, key)) == 2
     client.config_set("maxmemory", 1)
     with pytest.raises(BackendUnavailable) as caught:
