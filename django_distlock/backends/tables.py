@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Model, QuerySet
-from django.db.utils import DatabaseError, Error, IntegrityError, InterfaceError
+from django.db.utils import DatabaseError, Error, InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
 from ..conf import BackendConfig
@@ -209,15 +209,15 @@ class FenceTable:
         def write(on: str) -> None:
             vendor, notes = vendors.of(on), RunNote.objects.db_manager(on)
             with vendor.short_transaction(MAX_BOUND):
-                values = {"fence": fence, "until": vendor.now() + timedelta(seconds=seconds)}
-                noted = notes.filter(pk=pk)
-                if noted.update(**values):
-                    return
-                try:
-                    with transaction.atomic(using=on):
-                        notes.create(pk=pk, **values)
-                except IntegrityError:  # Another process has made it meanwhile.
-                    noted.update(**values)
+                until = vendor.now() + timedelta(seconds=seconds)
+                names_key = connections[on].features.supports_update_conflicts_with_target
+                # In one statement, because others may write the first note of a name as well.
+                notes.bulk_create(
+                    [RunNote(pk=pk, fence=fence, until=until)],
+                    update_conflicts=True,
+                    update_fields=["fence", "until"],
+                    unique_fields=["pk"] if names_key else None,
+                )
 
         pk = self._noted_as(name)
         self._connections.ask(write)
